@@ -93,7 +93,7 @@ class Shop:
         self.max_actions = max_actions
         self.show_ids = show_ids
         self.index = Index(world.catalog)
-        self._targets = functools.lru_cache(maxsize=4096)(_option_targets)
+        self._targets = functools.lru_cache(maxsize=4096)(lambda product_id: _option_targets(world.catalog[product_id]))
 
     def task(self, task_id: str) -> Task:
         try:
@@ -103,12 +103,12 @@ class Shop:
 
     def option_targets(self, product_id: str) -> Mapping[str, frozenset[tuple[str, str]]]:
         """Click target in norm form -> the (axis, value) pairs that it may mean."""
-        return self._targets(self.world.catalog, product_id)
+        return self._targets(product_id)
 
 
-def _option_targets(catalog: Mapping[str, Product], product_id: str) -> dict[str, frozenset[tuple[str, str]]]:
+def _option_targets(product: Product) -> dict[str, frozenset[tuple[str, str]]]:
     targets: dict[str, set[tuple[str, str]]] = {}
-    for axis, values in catalog[product_id].options.items():
+    for axis, values in product.options.items():
         for value in values:
             for name in (norm(value), norm(f"{axis}={value}")):
                 targets.setdefault(name, set()).add((axis, value))
