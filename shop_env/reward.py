@@ -1,13 +1,14 @@
 """The reward of a purchase: pure, total, and the same on every machine.
 
-Two departures from comparing strings naively: a substring counts only between word boundaries ("red" is not in "zippered"), and when the
-purchased product offers exactly the wanted option value, only that value is a hit ("size 8" and "size 18" are similar strings, not the
-same size).
+Three departures from comparing strings naively: a substring counts only between word boundaries ("red" is not in "zippered"); similar
+strings must agree on every number asked for ("10 inch" is not "12 inch"); and when the purchased product offers exactly the wanted option
+value, only that value is a hit (for "red", "dark red" is one only where plain "red" is not on offer).
 """
 
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +16,10 @@ from rapidfuzz import fuzz
 
 from shop_env.catalog import Product
 from shop_env.tasks import Goal
-from shop_env.text import norm, tokenize
+from shop_env.text import has_han, norm, tokenize
 
 FUZZY_THRESHOLD = 85.0
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 PRIVATE_KEYS = frozenset({"attribute_targets", "attribute_hits", "option_targets", "option_hits", "ceiling", "goal_product_id"})
 
 
@@ -79,10 +81,7 @@ def _contains(text: str, part: str) -> bool:
 
 def _joined(text: str, i: int) -> bool:
     """Whether a cut before position i would go through a word of letters and digits."""
-    if not 0 < i < len(text):
-        return False
-    pair = text[i - 1 : i + 1]
-    return pair.isascii() and pair.isalnum()
+    return 0 < i < len(text) and text[i - 1 : i + 1].isalnum() and not has_han(text[i - 1 : i + 1])
 
 
 def similar(wanted: str, offered: str) -> bool:
@@ -90,7 +89,9 @@ def similar(wanted: str, offered: str) -> bool:
     a, b = norm(wanted), norm(offered)
     if not a or not b:
         return False
-    return _contains(b, a) or fuzz.token_set_ratio(_words(a), _words(b)) > FUZZY_THRESHOLD
+    if _contains(b, a):
+        return True
+    return set(_NUMBER.findall(a)) <= set(_NUMBER.findall(b)) and fuzz.token_set_ratio(_words(a), _words(b)) > FUZZY_THRESHOLD
 
 
 def _has_attribute(product: Product, wanted: str) -> bool:

@@ -41,7 +41,7 @@ class Goal:
             raise InvalidTask(f"goal for product {self.product_id!r}: price_ceiling must be a finite number >= 0 or None, got {ceiling!r}")
 
     def to_json(self) -> dict[str, Any]:
-        return {"product_id": self.product_id, "attributes": list(self.attributes), "options": dict(self.options), "price_ceiling": self.price_ceiling}
+        return {**vars(self), "attributes": list(self.attributes), "options": dict(self.options)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +60,7 @@ class Task:
             raise InvalidTask(f"task {self.id!r}: needs an id and an instruction")
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "instruction": self.instruction,
-            "full_instruction": self.full_instruction,
-            "persona": dict(self.persona),
-            "goal": self.goal.to_json(),
-            "user_id": self.user_id,
-        }
+        return {**vars(self), "persona": dict(self.persona), "goal": self.goal.to_json()}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Task":

@@ -24,6 +24,10 @@ def norm(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split())
 
 
+def has_han(text: str) -> bool:
+    return _HAN_CHAR.search(text) is not None
+
+
 def tokenize(text: str) -> list[str]:
     """Words of `text` in order, repeats included.
 
