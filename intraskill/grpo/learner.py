@@ -143,7 +143,7 @@ class Learner:
         self._accumulate = jax.jit(
             self._accumulate_impl, in_shardings=(param_shardings, param_shardings, rows), out_shardings=(param_shardings, whole), donate_argnums=1
         )
-        self._norm = jax.jit(optax.global_norm, in_shardings=(param_shardings,), out_shardings=whole)
+        self._norm = jax.jit(optax.tree.norm, in_shardings=(param_shardings,), out_shardings=whole)
         self._apply = jax.jit(self._apply_impl, donate_argnums=0)
 
     # ------------------------------------------------------------------------------------------------------------- state
