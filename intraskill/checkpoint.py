@@ -134,7 +134,7 @@ class Checkpointer:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
             state = self._manager.restore(step, args=args)["state"]
         except Exception as error:  # TensorStore raises whatever the first unreadable byte breaks, ValueError to bare Exception
-            raise _Corrupt(f"the arrays cannot be read: {str(error).splitlines()[0]}") from error
+            raise _Corrupt(f"the arrays cannot be read: {str(error)[:200]} ...") from error  # the rest is a dump of TensorStore's settings
         wrong = [path for path, leaf in _leaves(state).items() if int(_checksum(leaf)) != record["leaves"][path]["checksum"]]
         if wrong:
             raise _Corrupt(f"checksums differ: {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}")

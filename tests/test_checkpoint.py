@@ -26,7 +26,8 @@ POSITION = {"round": 1, "step": 7, "rng": 2**100, "bank": [{"id": "price@1", "rh
 
 
 def make_state(scale=1.0, sharding=None):
-    state = {"w": scale * jnp.arange(64, dtype=jnp.float32).reshape(8, 8), "n": jnp.asarray(3, jnp.int32), "b": jnp.ones(8, jnp.bfloat16)}
+    noise = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)  # does not compress: its bytes lie in a file of their own
+    state = {"w": scale * jnp.asarray(noise), "n": jnp.asarray(3, jnp.int32), "b": jnp.ones(8, jnp.bfloat16)}
     return state if sharding is None else jax.tree.map(lambda x: jax.device_put(x, sharding if x.ndim else NamedSharding(sharding.mesh, P())), state)
 
 
@@ -109,7 +110,7 @@ def test_another_model_is_refused_by_name(tmp_path):
 def test_other_arrays_are_refused_not_called_corrupt(tmp_path, caplog):
     checkpoints = saved(tmp_path)
     for wanted in (
-        make_state() | {"w": jnp.zeros((8, 9))},
+        make_state() | {"w": jnp.zeros((64, 255))},
         make_state() | {"moment": jnp.zeros(3)},
         make_state() | {"n": jnp.zeros((), jnp.float32)},
     ):
@@ -136,29 +137,31 @@ def edit_position(path):
 
 
 CORRUPTIONS = {
-    "flipped byte in the arrays": lambda step: flip(data_files(step)[0]),
-    "truncated array": lambda step: truncate(data_files(step)[0]),
-    "missing arrays": lambda step: shutil.rmtree(step / "state"),
-    "missing array file": lambda step: data_files(step)[0].unlink(),
-    "broken manifest": lambda step: flip(step / "state" / "manifest.ocdbt"),
-    "broken array metadata": lambda step: truncate(step / "state" / "_METADATA"),
-    "truncated record": lambda step: truncate(step / "record" / "metadata"),
-    "edited record": lambda step: edit_position(step / "record" / "metadata"),
-    "missing record": lambda step: shutil.rmtree(step / "record"),
-    "empty step": lambda step: (shutil.rmtree(step), step.mkdir()),
+    "flipped byte in the arrays": (lambda step: flip(data_files(step)[0]), "checksums differ: ['w']"),
+    "truncated array": (lambda step: truncate(data_files(step)[0]), "cannot be read"),
+    "missing arrays": (lambda step: shutil.rmtree(step / "state"), "cannot be read"),
+    "missing array file": (lambda step: data_files(step)[0].unlink(), "cannot be read"),
+    "broken manifest": (lambda step: flip(step / "state" / "manifest.ocdbt"), "cannot be read"),
+    "broken array metadata": (lambda step: truncate(step / "state" / "_METADATA"), "cannot be read"),
+    "truncated record": (lambda step: truncate(step / "record" / "metadata"), "record cannot be read"),
+    "edited record": (lambda step: edit_position(step / "record" / "metadata"), "record's hash"),
+    "missing record": (lambda step: shutil.rmtree(step / "record"), "record cannot be read"),
+    "empty step": (lambda step: (shutil.rmtree(step), step.mkdir()), "record cannot be read"),
 }
 
 
-@pytest.mark.parametrize("corruption", CORRUPTIONS)
-def test_a_corrupt_newest_falls_back_with_a_warning(tmp_path, caplog, corruption):
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_corrupt_newest_falls_back_with_a_warning(tmp_path, caplog, name):
+    corrupt, reason = CORRUPTIONS[name]
     saved(tmp_path).close()
-    CORRUPTIONS[corruption](tmp_path / "2")
+    corrupt(tmp_path / "2")
     checkpoints = Checkpointer(tmp_path, model_config=CONFIG)
     with caplog.at_level(logging.WARNING, logger="intraskill.checkpoint"):
         restored = checkpoints.restore(abstract(make_state()))
     assert restored.step == 1 and restored.position["step"] == 1
     assert_equal(restored.state, make_state(1))
-    assert [r.getMessage() for r in caplog.records if r.name == "intraskill.checkpoint" and "checkpoint 2 in" in r.getMessage()]
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "intraskill.checkpoint"]
+    assert "checkpoint 2 in" in warning and reason in warning and len(warning) < 1000
     checkpoints.save(2, make_state(5), POSITION)  # the run goes on and reaches that step again
     assert_equal(checkpoints.restore(abstract(make_state())).state, make_state(5))
     assert (tmp_path / "2.corrupt").is_dir()
@@ -203,7 +206,8 @@ def test_killed_while_saving(tmp_path, where):
     checkpoints = Checkpointer(tmp_path, model_config=CONFIG)
     restored = checkpoints.restore(abstract({"w": jnp.zeros((8, 8), jnp.float32)}))
     assert restored.step == 1 and restored.position == {"step": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    checkpoints.save(2, restored.state, {"step": 2})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
 
 
 @pytest.mark.parametrize("position", [{"a": (1, 2)}, {"a": float("nan")}, {"a": {1: "b"}}, {"a": np.float32(1)}])
