@@ -164,6 +164,8 @@ class ShopClient:
             try:
                 answer = await response.json(content_type=None)
             except ValueError:
-                answer = {"error": "not_json", "message": "the answer is not JSON; is this address a shop?"}
+                answer = None
+            if not isinstance(answer, dict):
+                raise aiohttp.ClientPayloadError(f"status {response.status} and no JSON object; is this address a shop?")
             wait = response.headers.get("Retry-After", "")
-            return response.status, answer if isinstance(answer, dict) else {}, float(wait) if wait.isdigit() else 0.0
+            return response.status, answer, float(wait) if wait.isdigit() else 0.0

@@ -15,12 +15,12 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
-from shop_env.errors import EpisodeEnded, InvalidSetting, InvalidTask, PortBusy, ShopEnvError
+from shop_env.errors import EpisodeEnded, InvalidSetting, InvalidTask, PortBusy
 from shop_env.reward import public_detail
 from shop_env.session import TOOLS, Session, Shop, Step
 from shop_env.tasks import Task
@@ -160,6 +160,9 @@ class Service:
     async def _take_room(self) -> None:
         if self._room.locked():
             self._expire()
+        if not self._room.locked():
+            await self._room.acquire()
+            return
         try:
             await asyncio.wait_for(self._room.acquire(), self.open_wait_seconds)
         except TimeoutError:
@@ -231,7 +234,7 @@ class Service:
             self._forget(episode_id)
             self.counts["expired"] += 1
 
-    async def sweep(self, _: web.Application):
+    async def sweep(self, _: web.Application) -> AsyncIterator[None]:
         """Cleanup context: forgets expired episodes while the application runs."""
 
         async def run() -> None:
@@ -373,32 +376,28 @@ class ServerThread:
 
     def __enter__(self) -> "ServerThread":
         started = threading.Event()
-        failure: list[ShopEnvError] = []
-
-        async def serve() -> None:
-            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-            try:
-                app = make_app(self._shop, **self._settings)
-                runner, port = await start(app, self._host, self._port)
-            except ShopEnvError as e:
-                failure.append(e)
-                return
-            finally:
-                started.set()
-            self.service, self.url = app[SERVICE], f"http://{self._host}:{port}"
-            ready.set()
-            await self._stop.wait()
-            await runner.cleanup()
-
-        ready = threading.Event()
-        self._thread = threading.Thread(target=asyncio.run, args=(serve(),), name="shop-server", daemon=True)
+        failure: list[BaseException] = []
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(started, failure),), name="shop-server", daemon=True)
         self._thread.start()
         started.wait()
         if failure:
             self._thread.join()
             raise failure[0]
-        ready.wait()
         return self
+
+    async def _serve(self, started: threading.Event, failure: list[BaseException]) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            app = make_app(self._shop, **self._settings)
+            runner, port = await start(app, self._host, self._port)
+            self.service, self.url = app[SERVICE], f"http://{self._host}:{port}"
+        except BaseException as e:  # handed to the thread that waits in __enter__
+            failure.append(e)
+            return
+        finally:
+            started.set()
+        await self._stop.wait()
+        await runner.cleanup()
 
     def __exit__(self, *_: Any) -> None:
         assert self._loop is not None and self._thread is not None
