@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 
-from shop_env.session import Session
+from shop_env.session import Session, Step
 
 PROCEDURES = ("query", "persona", "stated", "page", "stock", "price")
 """What a careful shopper does: searches with every attribute; takes the open option from the persona; lets the stated option win over the
@@ -156,8 +156,8 @@ class Shopper:
         return Action(thought, "click", "previous" if over and self._may_leave else "buy now")
 
 
-def play(session: Session, shopper: Shopper) -> list[Action]:
-    """Runs an episode to its end; returns the actions taken."""
+def play(session: Session, shopper: Shopper) -> tuple[list[Action], Step]:
+    """Runs an episode to its end; returns the actions taken and the shop's last answer."""
     actions = []
     observation = session.observation
     while True:
@@ -166,4 +166,4 @@ def play(session: Session, shopper: Shopper) -> list[Action]:
         step = session.step(action.tool, action.arguments)
         observation = step.observation
         if step.done:
-            return actions
+            return actions, step

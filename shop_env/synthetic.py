@@ -1,7 +1,7 @@
 """A seeded synthetic shop: small English vocabulary, honest pages, near misses on purpose.
 
-The world is built so that carelessness costs: titles are sometimes stuffed with an attribute that the product lacks (only the page tells),
-sizes and colours run out, one axis changes the price, personas hold the option that the instruction leaves open and contradict, half of
+The world is built so that carelessness costs: products hide search keywords for attributes that they lack (only the page tells), sizes
+and colours run out, one axis changes the price, personas hold the option that the instruction leaves open and contradict, half of
 the time, the one that it states. Every task has a product that meets everything: the one it was drawn from.
 
 Same config, same bytes on every machine: only `random.Random(seed)` is used, whose streams Python keeps stable.
@@ -23,7 +23,8 @@ ATTRIBUTES = tuple(
 BRANDS = tuple("acme nova zephyr orion lumen tundra cobalt maple vertex harbor summit ember willow atlas pioneer quartz".split())
 COLOURS = tuple("black white red blue green yellow pink grey".split())
 SIZES = tuple("tiny small medium large huge".split())
-SURCHARGES = (0, 0, 3, 6, 9, 12)
+BASE_PRICES = (20, 30)
+SURCHARGES = (0, 0, 3, 6, 9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,22 +35,22 @@ class SyntheticConfig:
       seed: everything follows from it.
       num_products: catalogue size, spread evenly over the 20 types.
       split_sizes: tasks in each split; each task has a product of its own, so their sum may not exceed num_products.
-      stuffing: probability that a title's second attribute is one that the product lacks.
+      stuffing: probability that each of a product's two hidden search keywords (its `model` field) is an attribute that it lacks.
       colour_stock, size_stock: probability that a product has a given colour of its type's palette, or a given size.
-      budget_slack: the budget is the wanted variant's price plus a uniform integer in [0, budget_slack].
+      budget_slack: the budget is the wanted variant's price plus a uniform integer in this closed interval.
       conflict: probability that the persona contradicts the stated option.
     """
 
     seed: int = 0
     num_products: int = 2400
     split_sizes: tuple[tuple[str, int], ...] = (("train", 1200), ("validation", 400), ("test", 400))
-    attributes_per_type: int = 8
+    attributes_per_type: int = 10
     attributes_per_product: int = 4
     colours_per_type: int = 5
-    stuffing: float = 0.35
-    colour_stock: float = 0.8
-    size_stock: float = 0.85
-    budget_slack: int = 4
+    stuffing: float = 0.5
+    colour_stock: float = 0.88
+    size_stock: float = 0.92
+    budget_slack: tuple[int, int] = (3, 9)
     conflict: float = 0.5
 
     def __post_init__(self):
@@ -64,23 +65,23 @@ def _stocked(rng: random.Random, values: tuple[str, ...] | list[str], probabilit
 
 def _product(rng: random.Random, config: SyntheticConfig, number: int, kind: str, pool: list[str], palette: list[str]) -> Product:
     attributes = rng.sample(pool, config.attributes_per_product)
-    shown = attributes[:2]
-    if rng.random() < config.stuffing:
-        shown[1] = rng.choice([a for a in pool if a not in attributes])
+    lacking = [a for a in pool if a not in attributes]
+    keywords = [rng.choice(lacking if rng.random() < config.stuffing else attributes) for _ in range(2)]
     brand = rng.choice(BRANDS)
     listed = attributes[:]
     rng.shuffle(listed)
-    base = rng.randint(20, 40)
+    base = rng.randint(*BASE_PRICES)
     options = {"colour": _stocked(rng, palette, config.colour_stock), "size": _stocked(rng, SIZES, config.size_stock)}
     priced = rng.choice(("colour", "size"))
     return Product(
         id=f"p{number:05d}",
-        title=f"{brand} {shown[0]} {shown[1]} {kind}",
+        title=f"{brand} {attributes[0]} {kind}",
         brand=brand,
         category=("goods", kind),
         attributes=tuple(listed),
         options={axis: {v: float(base + rng.choice(SURCHARGES)) if axis == priced else None for v in values} for axis, values in options.items()},
         price=float(base),
+        model=" ".join(keywords),
     )
 
 
@@ -89,7 +90,7 @@ def _task(rng: random.Random, config: SyntheticConfig, number: int, product: Pro
     attributes = rng.sample(product.attributes, 2)
     wanted = {axis: rng.choice(list(values)) for axis, values in product.options.items()}
     price = next(p for axis, v in wanted.items() if (p := product.options[axis][v]) is not None)
-    budget = int(price) + rng.randint(0, config.budget_slack)
+    budget = int(price) + rng.randint(*config.budget_slack)
     stated = rng.choice(("colour", "size"))
     likes = dict(wanted)
     if rng.random() < config.conflict:
