@@ -281,7 +281,10 @@ class Batch:
     episode: Int[np.ndarray, "R M"]
 
     def __post_init__(self):
-        for names in (("tokens", "positions", "segment_ids"), ("index", "targets", "mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "episode")):
+        for names in (
+            ("tokens", "positions", "segment_ids"),
+            ("index", "targets", "mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "episode"),
+        ):
             shapes = {n: getattr(self, n).shape for n in names}
             require(len(set(shapes.values())) == 1, f"batch fields differ in shape: {shapes}")
         require(self.tokens.shape[0] == self.index.shape[0], f"{self.tokens.shape[0]} rows of tokens, {self.index.shape[0]} of trained positions")
