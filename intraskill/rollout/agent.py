@@ -152,7 +152,8 @@ async def _play(
         raise _Broken(f"the shop opened task {opened.task.id!r} where {task.id!r} was asked")
     record.force(chat.prompt(task, chunks, opened.observation))
     if len(record.tokens) >= limits.max_context:
-        raise _Broken(f"the first prompt has {len(record.tokens)} tokens, the context limit is {limits.max_context}: raise the limit or shorten the bank")
+        length = len(record.tokens)
+        raise _Broken(f"the first prompt has {length} tokens, the context limit is {limits.max_context}: raise the limit or shorten the bank")
     for step in range(limits.max_steps):
         budget = min(sampling.max_new_tokens, limits.max_context - len(record.tokens))
         completion = await _generate(engine, record.tokens, session, dataclasses.replace(sampling, max_new_tokens=budget))

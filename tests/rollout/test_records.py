@@ -11,7 +11,9 @@ from intraskill.types import Completion, Group, InputError, Mask, MaskKind, Stat
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 ids = st.lists(st.integers(0, 250_000), min_size=1, max_size=4)
-values = st.recursive(st.none() | st.booleans() | st.integers() | finite | st.text(), lambda v: st.lists(v, max_size=2) | st.dictionaries(st.text(), v, max_size=2))
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | finite | st.text(), lambda v: st.lists(v, max_size=2) | st.dictionaries(st.text(), v, max_size=2)
+)
 objects = st.dictionaries(st.text(), values, max_size=3)
 
 
