@@ -7,7 +7,7 @@ broken trajectory or batch fails at its source and not three stages later.
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -317,6 +317,7 @@ class EngineError(RuntimeError):
     """An engine could not do what was asked; the episode is technical, never a scored failure."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Token ids in, token ids and log-probs out. Text is a view, never the record."""
 
@@ -361,6 +362,7 @@ class StepResult:
     reward_detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@runtime_checkable
 class Shop(Protocol):
     """What the agent and the analyst need of an environment; `shop_env.client.ShopClient` is one."""
 
