@@ -2,7 +2,7 @@ r"""Runs the shop service alone.
 
     python -m launch.serve_env --world DIR --port 8100
 
-DIR is what `shop_env.tasks.World.save` wrote. Loads 2,000 products in about a second, 22,726 in about ten; stops on Ctrl-C or SIGTERM.
+DIR is what `shop_env.tasks.World.save` wrote. Up after one to five seconds (2,400 or 22,726 products); stops on Ctrl-C or SIGTERM.
 """
 
 import asyncio

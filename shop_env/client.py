@@ -155,12 +155,7 @@ class ShopClient:
         raise ShopUnavailable(f"{method} {self._base}{path} failed {len(self._backoff) + 1} times, last with {problem}; is the shop running there?")
 
     async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, dict[str, Any], float]:
-        if self._http is None:
-            # Keep-alive below the server's 75 s, and no limit on connections: every episode may have a request in flight.
-            self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30), headers=self._headers, timeout=self._timeout
-            )
-        async with self._http.request(method, self._base + path, json=body) as response:
+        async with self._connections().request(method, self._base + path, json=body) as response:
             try:
                 answer = await response.json(content_type=None)
             except ValueError:
@@ -169,3 +164,11 @@ class ShopClient:
                 raise aiohttp.ClientPayloadError(f"status {response.status} and no JSON object; is this address a shop?")
             wait = response.headers.get("Retry-After", "")
             return response.status, answer, float(wait) if wait.isdigit() else 0.0
+
+    def _connections(self) -> aiohttp.ClientSession:
+        """Opened on first use, because it belongs to the running loop."""
+        if self._http is None:
+            # Keep-alive below the server's 75 s, and no limit on connections: every episode may have a request in flight.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
+        return self._http
