@@ -1,0 +1,189 @@
+"""Dense Qwen3.5 as pure functions of (params, config, ...): hidden states, log-probs, logits.
+
+Rows may hold several segments (episodes) one after the other. A token sees only its own segment in attention, convolution and recurrent
+state, so a packed row gives what its segments give alone.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from intraskill.models.qwen35.attention import MASKED, attend_packed
+from intraskill.models.qwen35.config import ModelConfig
+from intraskill.models.qwen35.gated_delta import causal_conv, chunked, l2_norm
+from intraskill.models.qwen35.layers import mlp, precision, project, rms_norm, rotate, rotation
+from intraskill.models.qwen35.params import Params, abstract_params, init_params
+
+__all__ = ["LogProbs", "abstract_params", "forward", "init_params", "log_probs", "logits"]
+
+_LOGITS_AT_ONCE = 1 << 24  # entries of the float32 logits that may exist at a time
+
+
+class LogProbs(NamedTuple):
+    """Log-probs of targets and entropies of the distributions they are drawn from, float32."""
+
+    logprob: Float[Array, "R M"]
+    entropy: Float[Array, "R M"]
+
+
+# ---------------------------------------------------------------------------------------------------------- token mixers
+
+
+def split_conv(config: ModelConfig, mixed: Float[Array, "B T H E"]) -> tuple[Array, Array, Array]:
+    """Convolved channels -> unit queries (scaled) and keys [B, T, H, K] in float32, and values [B, T, H, G, V]."""
+    width = config.linear_key_head_dim
+    q, k, v = jnp.split(mixed, [width, 2 * width], axis=-1)
+    return l2_norm(q) * width**-0.5, l2_norm(k), v.reshape(*v.shape[:-1], config.value_heads_per_key_head, config.linear_value_head_dim)
+
+
+def gates(p: dict[str, Any], x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H G"], Float[Array, "B T H G"]]:
+    """Write strength and log decay per value head, float32."""
+    b, a = jnp.split(project("btd,dhc->bthc", x, p["ba"]), 2, axis=-1)
+    decay = jax.nn.softplus(a.astype(jnp.float32) + p["dt_bias"].astype(jnp.float32))
+    return jax.nn.sigmoid(b).astype(jnp.float32), -jnp.exp(p["a_log"].astype(jnp.float32)) * decay
+
+
+def linear_out(config: ModelConfig, p: dict[str, Any], out: Float[Array, "B T H G V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Norm per value head, gate by z, project back. Unlike the other norms, this one's weight is a plain factor and comes after the cast."""
+    out = out.astype(x.dtype).astype(jnp.float32)
+    normed = (out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + config.rms_eps)).astype(x.dtype) * p["norm"].astype(x.dtype)
+    z = project("btd,dhe->bthe", x, p["z"]).astype(jnp.float32)
+    gated = (normed.reshape(z.shape).astype(jnp.float32) * jax.nn.silu(z)).astype(x.dtype)
+    return project("bthe,hed->btd", gated, p["out"])
+
+
+def _linear_attention(config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    mixed = jax.nn.silu(causal_conv(project("btd,dhe->bthe", x, p["qkv"]), p["conv"], segment_ids))
+    q, k, v = split_conv(config, mixed)
+    beta, g = gates(p, x)
+    real = (segment_ids > 0)[:, :, None, None]
+    out, _ = chunked(q, k, v, jnp.where(real, beta, 0), jnp.where(real, g, 0), segment_ids, None, config.chunk_size)
+    return linear_out(config, p, out, x)
+
+
+def attention_inputs(config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], cos: Array, sin: Array) -> tuple[Array, Array, Array, Array]:
+    """Queries and their output gates [B, T, H, d], keys and values [B, T, H_kv, d]; queries and keys normalised and rotated."""
+    q, gate = jnp.split(project("btd,dhc->bthc", x, p["q"]), 2, axis=-1)
+    k, v = jnp.split(project("btd,dhc->bthc", x, p["kv"]), 2, axis=-1)
+    q = rotate(rms_norm(q, p["q_norm"], config.rms_eps), cos, sin)
+    return q, gate, rotate(rms_norm(k, p["k_norm"], config.rms_eps), cos, sin), v
+
+
+def attention_out(p: dict[str, Any], out: Float[Array, "B T H d"], gate: Float[Array, "B T H d"]) -> Float[Array, "B T D"]:
+    return project("bthd,hdo->bto", out * jax.nn.sigmoid(gate), p["out"])
+
+
+def _full_attention(
+    config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], cos: Array, sin: Array, segment_ids: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    q, gate, k, v = attention_inputs(config, p, x, cos, sin)
+    return attention_out(p, attend_packed(q, k, v, segment_ids), gate)
+
+
+# --------------------------------------------------------------------------------------------------------------- forward
+
+
+def embed(params: Params, config: ModelConfig, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    return params["embed"].astype(config.activation_dtype)[tokens]
+
+
+def _block(config: ModelConfig, layers: list[Params], x: Float[Array, "B T D"], cos: Array, sin: Array, segment_ids: Int[Array, "B T"]) -> Array:
+    """One repeating block: linear layers, then a full one."""
+    for p in layers:
+        h = rms_norm(x, p["attention_norm"], config.rms_eps)
+        if "full" in p:
+            with jax.named_scope("full_attention"):
+                x = x + _full_attention(config, p["full"], h, cos, sin, segment_ids)
+        else:
+            with jax.named_scope("linear_attention"):
+                x = x + _linear_attention(config, p["linear"], h, segment_ids)
+        with jax.named_scope("mlp"):
+            x = x + mlp(p["mlp"], rms_norm(x, p["mlp_norm"], config.rms_eps))
+    return x
+
+
+def forward(
+    params: Params, config: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """Hidden states after the final norm.
+
+    Args:
+      params: tree of `init_params`.
+      config: static.
+      tokens: token ids.
+      positions: index inside the segment, from 0.
+      segment_ids: 1, 2, ... for the segments of a row, contiguous; 0 for padding, only at the row's end.
+    """
+    cos, sin = rotation(config, positions)
+    x = embed(params, config, tokens)
+
+    def block(x, layers):
+        return _block(config, layers, x, cos, sin, segment_ids)
+
+    if config.remat == "block":
+        block = jax.checkpoint(block)
+    period = config.full_attention_interval
+    entries = [params["layers"][str(i)] for i in range(config.num_entries)]
+    if config.scan_layers:
+        x, _ = lax.scan(lambda x, layers: (block(x, layers), None), x, entries)
+    else:
+        for start in range(0, config.num_layers, period):
+            x = block(x, entries[start : start + period])
+    return rms_norm(x, params["final_norm"], config.rms_eps)
+
+
+# ---------------------------------------------------------------------------------------------------------------- logits
+
+
+def logits(params: Params, config: ModelConfig, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    """float32 scores over the vocabulary."""
+    table = params["embed"] if config.tie_embeddings else params["head"]
+    return jnp.einsum(
+        "...d,vd->...v", hidden, table.astype(hidden.dtype), precision=precision(hidden.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def log_probs(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    index: Int[Array, "R M"],
+    targets: Int[Array, "R M"],
+    *,
+    temperature: float = 1.0,
+    banned: Bool[Array, " V"] | None = None,
+) -> LogProbs:
+    """Log-probs of `targets` given the hidden states at columns `index`, and the entropies there.
+
+    The distribution is softmax(logits / temperature) over the ids that are not banned. Only M hidden states per row meet the vocabulary,
+    and only as many at a time as keep the logits small; the backward pass computes them again.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0 for log-probs, got {temperature}")
+    hidden = forward(params, config, tokens, positions, segment_ids)
+    wanted = jnp.take_along_axis(hidden, index[:, :, None], axis=1).reshape(-1, config.hidden_size)
+    flat_targets = targets.reshape(-1)
+
+    def score(hidden: Float[Array, "n D"], targets: Int[Array, " n"]) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+        scores = logits(params, config, hidden) / temperature
+        if banned is not None:
+            scores = jnp.where(banned, MASKED, scores)
+        log_total = jax.nn.logsumexp(scores, axis=-1)
+        chosen = jnp.take_along_axis(scores, targets[:, None], axis=-1)[:, 0]
+        return chosen - log_total, log_total - jnp.sum(jnp.exp(scores - log_total[:, None]) * scores, axis=-1)
+
+    count = wanted.shape[0]
+    at_once = max(1, _LOGITS_AT_ONCE // config.vocab_size)
+    if count <= at_once:
+        logprob, entropy = score(wanted, flat_targets)
+    else:
+        fill = -count % at_once
+        pieces = jnp.pad(wanted, ((0, fill), (0, 0))).reshape(-1, at_once, config.hidden_size)
+        pieced_targets = jnp.pad(flat_targets, (0, fill)).reshape(-1, at_once)
+        logprob, entropy = lax.map(lambda piece: jax.checkpoint(score)(*piece), (pieces, pieced_targets))
+    return LogProbs(logprob.reshape(-1)[:count].reshape(index.shape), entropy.reshape(-1)[:count].reshape(index.shape))
