@@ -70,9 +70,10 @@ class Curriculum:
         source = record.inputs.get("bank", "")
         if bank is not None and source != bank.sha256:
             raise InputError(f"{path}: was made for bank {source[:12]}, not {bank.sha256[:12]}; give the bank of its own round")
-        values: dict[str, Any] = records.fields(path, dict(record.content), Curriculum, bank_sha256=source)
+        found = records.fields(path, dict(record.content), Curriculum, bank_sha256=source)
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
         try:
-            return Curriculum(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            return Curriculum(**values)
         except (TypeError, ValueError) as error:
             raise InputError(f"{path}: {error}; repair it, then {records.REHASH} {path}") from error
 
