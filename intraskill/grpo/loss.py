@@ -1,0 +1,127 @@
+"""The objectives: what the update minimises, on the arrays of `types.Batch`.
+
+An objective gets the log-probs of the trained positions and returns the loss of a microbatch as a plain sum of weight * token loss (the weights
+carry all normalisation, see `packing`), and SUMS over trained tokens of what is worth watching. Both add up over microbatches; `mean_metrics`
+divides once at the end.
+
+| metric | mean over trained tokens of |
+|---|---|
+| entropy | entropy of the policy at the position, nats |
+| probability | the policy's probability of the target |
+| clip_fraction | 1 where the clip removes the token's gradient |
+| ratio_gap | abs(ratio - 1), ratio = policy / old policy |
+| approx_kl | (ratio - 1) - log ratio, an estimate of KL(old policy to policy) that is never negative |
+| sampler_gap | abs(old log-prob - sampler's log-prob): what separates the engine's arithmetic from the trainer's |
+
+In the last three the log ratio is limited to +-20, so that one runaway token leaves a readable number; the loss itself is never limited.
+"""
+
+import dataclasses
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from intraskill.types import Batch, InputError
+
+_METRIC_LOG_RATIO = 20.0
+
+
+class DeviceBatch(NamedTuple):
+    """The fields of `types.Batch` that the update reads, as one JAX argument. `types.Batch` documents them."""
+
+    tokens: Int[Array, "R T"]
+    positions: Int[Array, "R T"]
+    segment_ids: Int[Array, "R T"]
+    index: Int[Array, "R M"]
+    targets: Int[Array, "R M"]
+    mask: Bool[Array, "R M"]
+    weight: Float[Array, "R M"]
+    advantage: Float[Array, "R M"]
+    sampler_logprobs: Float[Array, "R M"]
+    old_logprobs: Float[Array, "R M"]
+
+    @classmethod
+    def of(cls, batch: Batch) -> "DeviceBatch":
+        return cls(**{name: getattr(batch, name) for name in cls._fields})
+
+
+@runtime_checkable
+class Scores(Protocol):
+    """What the model says about the trained positions. Padding may hold anything finite or not: it is masked here."""
+
+    @property
+    def logprob(self) -> Float[Array, "R M"]: ...
+
+    @property
+    def entropy(self) -> Float[Array, "R M"]: ...
+
+
+@runtime_checkable
+class Objective(Protocol):
+    def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
+        """Returns each token's weighted loss (0 in padding), whose plain sum is the loss, and the sums for `mean_metrics`."""
+        ...
+
+
+def _masked_sum(values: Float[Array, "R M"], mask: Bool[Array, "R M"]) -> Float[Array, ""]:
+    return jnp.sum(jnp.where(mask, values, 0.0))
+
+
+def _common_sums(scores: Scores, batch: DeviceBatch) -> dict[str, Float[Array, ""]]:
+    return {
+        "trained_tokens": jnp.sum(batch.mask.astype(jnp.float32)),
+        "entropy": _masked_sum(scores.entropy, batch.mask),
+        "probability": _masked_sum(jnp.exp(scores.logprob), batch.mask),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy:
+    """Minus the target's log-prob, by `weight` alone: the warm start."""
+
+    def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
+        return -batch.weight * jnp.where(batch.mask, scores.logprob, 0.0), _common_sums(scores, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedPolicyGradient:
+    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), with ratio = policy / old policy.
+
+    For A >= 0 the minimum is A * min(ratio, 1 + clip_high), for A < 0 it is A * max(ratio, 1 - clip_low): one bound each, and it can be put on
+    the LOG ratio. Written so, a clipped token has a gradient of exactly 0 even where its ratio overflows. A token with A < 0 whose ratio explodes is
+    not clipped by this objective: its loss may become infinite, and then the learner refuses the update.
+
+    Attributes:
+      clip_low: how far below 1 the ratio still moves the policy, in (0, 1).
+      clip_high: how far above 1, > 0.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+
+    def __post_init__(self):
+        if not (0 < self.clip_low < 1 and self.clip_high > 0):
+            raise InputError(f"clip_low must lie in (0, 1) and clip_high above 0, got {self.clip_low} and {self.clip_high}")
+
+    def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
+        mask, advantage = batch.mask, batch.advantage
+        log_ratio = jnp.where(mask, scores.logprob - batch.old_logprobs, 0.0)
+        low, high = jnp.log1p(-self.clip_low), jnp.log1p(self.clip_high)
+        bounded = jnp.where(advantage >= 0, jnp.minimum(log_ratio, high), jnp.maximum(log_ratio, low))
+        token_loss = -batch.weight * advantage * jnp.exp(bounded)
+        clipped = ((advantage > 0) & (log_ratio > high)) | ((advantage < 0) & (log_ratio < low))
+        shown = jnp.clip(log_ratio, -_METRIC_LOG_RATIO, _METRIC_LOG_RATIO)
+        sums = _common_sums(scores, batch) | {
+            "clip_fraction": _masked_sum(clipped.astype(jnp.float32), mask),
+            "ratio_gap": _masked_sum(jnp.abs(jnp.expm1(shown)), mask),
+            "approx_kl": _masked_sum(jnp.expm1(shown) - shown, mask),
+            "sampler_gap": _masked_sum(jnp.abs(batch.old_logprobs - batch.sampler_logprobs), mask),
+        }
+        return token_loss, sums
+
+
+def mean_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Means over trained tokens from the sums of all microbatches; `trained_tokens` stays a count. All 0 without any trained token."""
+    count = max(sums["trained_tokens"], 1.0)
+    return {name: value if name == "trained_tokens" else value / count for name, value in sums.items()}
