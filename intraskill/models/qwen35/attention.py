@@ -41,3 +41,16 @@ def attend_packed(
         causal = jnp.arange(start, end)[:, None] >= jnp.arange(end)
         outs.append(attend(q[:, start:end], k[:, :, :end], v[:, :, :end], same & causal))
     return jnp.concatenate(outs, axis=1)
+
+
+def attend_cached(
+    q: Float[Array, "B T H d"], k: Float[Array, "B H_kv S d"], v: Float[Array, "B H_kv S d"], start: Int[Array, " B"]
+) -> Float[Array, "B T H d"]:
+    """Causal attention of T new tokens, the first at position `start`, over a cache that holds them already."""
+    length = q.shape[1]
+    outs = []
+    for begin in range(0, length, _MIN_BLOCK):
+        end = min(begin + _MIN_BLOCK, length)
+        position = start[:, None] + jnp.arange(begin, end)
+        outs.append(attend(q[:, begin:end], k, v, jnp.arange(k.shape[2]) <= position[..., None]))
+    return jnp.concatenate(outs, axis=1)
