@@ -29,15 +29,17 @@ class DemonstrationConfig:
       stale: P(the second row is opened first | the stale chunk in the prompt).
       bare: share of episodes with no chunk; otherwise each chunk is included with probability one half.
       drills: share of drill episodes.
-      observation_weight: loss weight of a shop token, against 1 for a token that the policy writes.
+      observation_weight: loss weight of a shop token, against 1 for a token that the policy writes in a demonstration.
+      answer_weight: loss weight of a drill's answer.
     """
 
     present: float = 0.97
-    absent: tuple[tuple[str, float], ...] = (("query", 0.6), ("persona", 0.7), ("stated", 0.75), ("page", 0.55), ("stock", 0.6), ("price", 0.6))
+    absent: tuple[tuple[str, float], ...] = (("query", 0.5), ("persona", 0.75), ("stated", 0.85), ("page", 0.5), ("stock", 0.7), ("price", 0.75))
     stale: float = 0.85
     bare: float = 0.3
     drills: float = 0.5
-    observation_weight: float = 0.3
+    observation_weight: float = 0.2
+    answer_weight: float = 3.0
 
 
 class _Writer:
@@ -176,6 +178,6 @@ class Demonstrator:
         return " ".join(words), answers
 
     def _answer_weights(self, ids: tuple[int, ...], answers: list[int]) -> tuple[float, ...]:
-        """Weight 1 on the answer words. Every word of a drill's thought is one token, so word index = token index."""
+        """Weight on the answer words only. Every word of a drill's thought is one token, so word index = token index."""
         wanted = set(answers)
-        return tuple(1.0 if i in wanted else 0.0 for i in range(len(ids)))
+        return tuple(self._config.answer_weight if i in wanted else 0.0 for i in range(len(ids)))

@@ -29,7 +29,7 @@ SPANS = (
     "\n</think>\n\n<tool_call>\n<function=click>\n<parameter=target>\n",
     "\n</parameter>\n</function>\n</tool_call>",
 )
-PHRASES = ("| previous | back to search", "| back to search", "| buy now", "back to search", "buy now", "search page")
+PHRASES = ("| next | back to search", "| next | previous | back to search", "| previous | back to search", "| back to search", "| buy now", "back to search", "buy now", "search page")
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
@@ -51,6 +51,7 @@ def build(words: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> PreTraine
             pre_tokenizers.Split(Regex("\n"), "isolated"),
             pre_tokenizers.Split(Regex(" +"), "removed"),
             pre_tokenizers.Split(Regex("[a-z]+="), "isolated"),
+            pre_tokenizers.Split(Regex(r"\$\d+-(?=\$)"), "isolated"),
         ]
     )
     tokenizer.decoder = decoders.Sequence(
@@ -60,6 +61,7 @@ def build(words: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> PreTraine
             decoders.Replace(Regex(" ?\n ?"), "\n"),
             decoders.Replace(Regex(" (?=<)"), ""),
             decoders.Replace("= ", "="),
+            decoders.Replace(Regex(r"(?<=\d)- (?=\$)"), "-"),
         ]
     )
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in SPECIAL])

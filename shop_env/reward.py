@@ -125,14 +125,15 @@ def _type_score(product: Product, goal_product: Product) -> tuple[float, int, fl
 
 def score(product: Product, chosen: Mapping[str, str], price: float | None, goal: Goal, goal_product: Product) -> RewardDetail:
     """Scores the purchase of `product` with the options `chosen` at `price` (None: not verifiable) against `goal`."""
-    verified = price is not None and math.isfinite(price)
+    if price is not None and not math.isfinite(price):
+        price = None  # no catalogue states such a price
     r_type, shared, overlap = _type_score(product, goal_product)
     attribute_hits = tuple(wanted for wanted in goal.attributes if _has_attribute(product, wanted))
     option_hits = {axis: wanted for axis, wanted in goal.options.items() if _has_option(product, chosen, axis, wanted)}
     num_att, num_opt = len(goal.attributes), len(goal.options)
     r_att = len(attribute_hits) / num_att if num_att else 1.0
     r_opt = len(option_hits) / num_opt if num_opt else 1.0
-    r_price = 1.0 if goal.price_ceiling is None or (verified and price <= goal.price_ceiling + 1e-9) else 0.0
+    r_price = 1.0 if goal.price_ceiling is None or (price is not None and price <= goal.price_ceiling + 1e-9) else 0.0
     return RewardDetail(
         strict=r_type * r_att * r_opt * r_price,
         loose=r_type * (len(attribute_hits) + len(option_hits) + r_price) / (num_att + num_opt + 1),
@@ -147,8 +148,8 @@ def score(product: Product, chosen: Mapping[str, str], price: float | None, goal
         num_option_hits=len(option_hits),
         shared_categories=shared,
         title_overlap=overlap,
-        price=price if verified else None,
-        price_verified=verified,
+        price=price,
+        price_verified=price is not None,
         ceiling_source="none" if goal.price_ceiling is None else "instruction",
         product_id=product.id,
         attribute_targets=goal.attributes,

@@ -175,7 +175,7 @@ class Session:
         if not isinstance(argument, str):
             return Reason.INVALID_FORMAT
         # Quotes only mark values in observations and never occur in the catalogue.
-        argument = norm(argument.replace('"', " "))
+        argument = norm(argument.replace('"', ""))
         if not argument:
             return Reason.EMPTY_ARGUMENT
         if tool == "search":

@@ -134,7 +134,7 @@ def split_tasks(tasks: Iterable[Task], sizes: Mapping[str, int], seed: int) -> d
     pool = components(tasks)
     rng = random.Random(seed)
     rng.shuffle(pool)
-    order = sorted(sizes, key=lambda name: sizes[name])
+    order = sorted(reversed(list(sizes)), key=lambda name: sizes[name])  # of equal sizes, the first named counts as the larger
     splits = {}
     for name in order:
         candidates = [i for i, c in enumerate(pool) if name == order[-1] or len(c) <= MAX_HELD_OUT_COMPONENT]

@@ -143,7 +143,7 @@ class Learner:
         self._accumulate = jax.jit(
             self._accumulate_impl, in_shardings=(param_shardings, param_shardings, rows), out_shardings=(param_shardings, whole), donate_argnums=1
         )
-        self._norm = jax.jit(optax.global_norm, in_shardings=(param_shardings,), out_shardings=whole)
+        self._norm = jax.jit(optax.tree.norm, in_shardings=(param_shardings,), out_shardings=whole)
         self._apply = jax.jit(self._apply_impl, donate_argnums=0)
 
     # ------------------------------------------------------------------------------------------------------------- state
@@ -218,7 +218,7 @@ class Learner:
         state = self._apply(state, gradient, grad_norm)
         sums = {name: float(sum(np.float64(r["sums"][name]) for r in reports)) for name in reports[0]["sums"]}
         loss = sums.pop("loss")
-        return state, {"loss": loss, "grad_norm": float(norm), "learning_rate": float(self._rate(step))} | mean_metrics(sums)
+        return state, {"loss": loss, "grad_norm": float(norm), "learning_rate": float(np.asarray(self._rate(step)))} | mean_metrics(sums)
 
     def _accumulate_impl(self, params: PyTree, gradient: PyTree, batch: DeviceBatch) -> tuple[PyTree, dict[str, Any]]:
         def loss_fn(p):

@@ -50,8 +50,11 @@ class DeviceBatch(NamedTuple):
 class Scores(Protocol):
     """What the model says about the trained positions. Padding may hold anything finite or not: it is masked here."""
 
-    logprob: Float[Array, "R M"]
-    entropy: Float[Array, "R M"]
+    @property
+    def logprob(self) -> Float[Array, "R M"]: ...
+
+    @property
+    def entropy(self) -> Float[Array, "R M"]: ...
 
 
 @runtime_checkable

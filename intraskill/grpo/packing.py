@@ -202,6 +202,7 @@ def _loss_weights(
     if aggregation == "token_mean":
         total = sum(w.sum() for w in relative.values())
         return {e: w / total for e, w in relative.items()}
+    assert fixed_length is not None  # by _check_options
     return {e: w / (fixed_length * num_averaged) for e, w in relative.items()}
 
 

@@ -4,8 +4,10 @@ Nothing else in `intraskill.grpo` imports a model.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -45,7 +47,7 @@ def log_probs_fn(config: ModelConfig, *, temperature: float = 1.0, banned_ids: S
             batch.index,
             batch.targets,
             temperature=temperature,
-            banned=None if banned is None else jax.numpy.asarray(banned),
+            banned=None if banned is None else jnp.asarray(banned),
         )
 
     return scores
@@ -57,7 +59,7 @@ def decay_mask(config: ModelConfig) -> PyTree[bool]:
     Left out are its vectors, the norms, A_log and dt_bias, whatever shape they have here: heads are split off and equal layers may be stacked.
     """
 
-    def decays(path: tuple[jax.tree_util.DictKey, ...], _: jax.ShapeDtypeStruct) -> bool:
+    def decays(path: tuple[Any, ...], _: jax.ShapeDtypeStruct) -> bool:
         name = str(path[-1].key)
         return not (name.endswith("norm") or name in ("a_log", "dt_bias"))
 

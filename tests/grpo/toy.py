@@ -34,7 +34,7 @@ def params(seed=0):
 DECAY = {"table": True, "scale": False}
 
 
-def learner(objective, *, num_devices=1, **optimizer):
+def learner(objective, *, num_devices=1, log_probs=log_probs, **optimizer):
     mesh = Mesh(np.array(jax.devices()[:num_devices]).reshape(-1), ("data",))
     shardings = {"table": NamedSharding(mesh, P("data")), "scale": NamedSharding(mesh, P())}
     return Learner(log_probs, objective, OptimizerConfig(**optimizer), mesh=mesh, param_shardings=shardings, decay_mask=DECAY, rows_axes=("data",))

@@ -1,0 +1,146 @@
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from intraskill.grpo.advantages import group_advantages
+from intraskill.grpo.loss import ClippedPolicyGradient, CrossEntropy, DeviceBatch, mean_metrics
+from intraskill.grpo.packing import Episode, pack
+from intraskill.types import InputError
+
+LOW, HIGH = 0.2, 0.28
+
+
+def device_batch(episodes, old, **options):
+    """A packed batch with the given old log-probs, one list per episode."""
+    batch, _ = pack(episodes, row_length=16, max_trained_per_row=8, **options)
+    filled = np.zeros_like(batch.old_logprobs)
+    for n, values in enumerate(old):
+        filled[batch.mask & (batch.episode == n)] = values
+    return jax.tree.map(jnp.asarray, DeviceBatch.of(batch)._replace(old_logprobs=filled))
+
+
+def reference(logprobs, old, advantages, token_mean=False):
+    """The published formula, literally, over lists of episodes' tokens in float64."""
+    losses = []
+    for new, before, advantage in zip(logprobs, old, advantages, strict=True):
+        ratio = np.exp(np.array(new, np.float64) - np.array(before, np.float64))
+        losses.append(-np.minimum(ratio * advantage, np.clip(ratio, 1 - LOW, 1 + HIGH) * advantage))
+    return np.concatenate(losses).mean() if token_mean else np.mean([x.mean() for x in losses])
+
+
+def scores(batch, episode_of, logprobs):
+    """The model's word, with NaN in the padding."""
+    logprob = np.full(batch.mask.shape, np.nan, np.float32)
+    for n, values in enumerate(logprobs):
+        logprob[episode_of == n] = values
+    return SimpleNamespace(logprob=jnp.asarray(logprob), entropy=jnp.where(batch.mask, jnp.float32(0.5), jnp.nan))
+
+
+def episode_of(episodes, **options):
+    return pack(episodes, row_length=16, max_trained_per_row=8, **options)[0].episode
+
+
+def run(episodes, logprobs, old, **options):
+    batch = device_batch(episodes, old, **options)
+    token_loss, sums = ClippedPolicyGradient(LOW, HIGH)(scores(batch, episode_of(episodes, **options), logprobs), batch)
+    return float(jnp.sum(token_loss)), mean_metrics({k: float(v) for k, v in sums.items()})
+
+
+def episodes_of(lengths, advantages, sampler=None):
+    return [
+        Episode([0] * (n + 1), [False] + [True] * n, [0.0, *(sampler[i] if sampler else [0.0] * n)], float(a))
+        for i, (n, a) in enumerate(zip(lengths, advantages, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("token_mean", [False, True])
+@pytest.mark.parametrize(
+    ("logprobs", "old", "rewards"),
+    [
+        pytest.param([[-1.0, -0.5], [-0.2], [-2.0, -1.0, -0.1]], [[-1.1, -0.4], [-0.9], [-1.0, -1.5, -0.1]], [1, 0, 0.5], id="mixed"),
+        pytest.param([[-1.0, -0.5]], [[-1.3, -0.4]], [1], id="one episode"),
+        pytest.param([[-1.0], [-0.5, -0.25]], [[-3.0], [-0.1, -0.2]], [0.4, 0.4], id="equal rewards"),
+        pytest.param([[-0.01, -50.0], [-0.01, -40.0]], [[-30.0, -0.1], [-20.0, -0.1]], [1, 0], id="huge ratios"),
+        pytest.param([[-1.0], [-1.0]], [[-1.0], [-1.0]], [1, 0], id="ratio one"),
+    ],
+)
+def test_clipped_objective_equals_the_reference(logprobs, old, rewards, token_mean):
+    advantages = group_advantages(np.array(rewards, np.float64))
+    episodes = episodes_of([len(x) for x in logprobs], advantages)
+    loss, metrics = run(episodes, logprobs, old, aggregation="token_mean" if token_mean else "episode_mean")
+    np.testing.assert_allclose(loss, reference(logprobs, old, advantages, token_mean), rtol=2e-5, atol=1e-7)
+    assert all(np.isfinite(v) for v in metrics.values())
+
+
+def test_metrics_by_hand():
+    """Ratios 1.5, 0.5 under A = +1 and 1.5, 0.5 under A = -1: the first and the last are clipped."""
+    new = [np.log([0.6, 0.2]).tolist(), np.log([0.6, 0.2]).tolist()]
+    old = [np.log([0.4, 0.4]).tolist()] * 2
+    sampler = [np.log([0.4, 0.4]).tolist(), (np.log([0.4, 0.4]) + 0.1).tolist()]
+    loss, metrics = run(episodes_of([2, 2], [1, -1], sampler), new, old)
+    assert loss == pytest.approx((-1.28 - 0.5 + 1.5 + 0.8) / 4, rel=1e-5)
+    assert metrics["trained_tokens"] == 4 and metrics["clip_fraction"] == 0.5
+    assert metrics["ratio_gap"] == pytest.approx(0.5, rel=1e-5)
+    assert metrics["approx_kl"] == pytest.approx((0.5 - np.log(1.5) - 0.5 - np.log(0.5)) / 2, rel=1e-5)
+    assert metrics["sampler_gap"] == pytest.approx(0.05, rel=1e-4)
+    assert metrics["entropy"] == 0.5 and metrics["probability"] == pytest.approx(0.4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "slope"),
+    [
+        (1.0, 0.0, -1.0),  # -A * ratio
+        (2.0, np.log(1.2), -2.4),
+        (1.0, np.log(1.3), 0.0),  # above the upper clip
+        (1.0, 200.0, 0.0),  # the ratio overflows float32, the gradient is still 0
+        (1.0, -200.0, 0.0),  # ratio 0
+        (-1.0, np.log(0.9), 0.9),
+        (-1.0, np.log(0.7), 0.0),  # below the lower clip
+        (-1.0, -200.0, 0.0),
+        (-1.0, np.log(3.0), 3.0),  # not clipped: the objective keeps pushing
+        (0.0, 200.0, 0.0),
+    ],
+)
+def test_gradient_by_hand(advantage, log_ratio, slope):
+    episodes = episodes_of([1], [advantage])
+    batch = device_batch(episodes, [[-1.0]])
+    at = episode_of(episodes)
+
+    def loss(logprob):
+        filled = jnp.where(jnp.asarray(at == 0), logprob, jnp.nan)
+        token_loss, _ = ClippedPolicyGradient(LOW, HIGH)(SimpleNamespace(logprob=filled, entropy=jnp.zeros_like(filled)), batch)
+        return jnp.sum(token_loss)
+
+    assert float(jax.grad(loss)(jnp.float32(log_ratio - 1.0))) == pytest.approx(slope, rel=1e-5)
+
+
+def test_no_trained_token_is_a_loss_of_zero():
+    loss, metrics = run([Episode([1, 2], [False, False])], [], [])
+    assert loss == 0 and metrics == {name: 0 for name in metrics}
+
+
+def test_an_overlong_episode_leaves_the_loss_of_the_others():
+    advantages = [1.0, -1.0, 0.5]
+    logprobs, old = [[-1.0], [-0.5], []], [[-1.2], [-0.6], []]
+    loss, _ = run(episodes_of([1, 1, 9], advantages), logprobs, old)  # nine targets do not fit eight
+    np.testing.assert_allclose(loss, reference(logprobs[:2], old[:2], advantages[:2]), rtol=1e-5)
+    masked, _ = run(episodes_of([1, 1, 9], advantages), logprobs, old, overlong="mask")
+    np.testing.assert_allclose(masked, loss * 2 / 3, rtol=1e-5)
+
+
+def test_cross_entropy_weighs_tokens():
+    """An answer of weight 1 and an observation of weight 0.3: (1 * 2 + 0.3 * 1) / 1.3."""
+    episode = Episode([1, 2, 3], [False, True, True], token_weights=[0.0, 1.0, 0.3])
+    batch = device_batch([episode], [])
+    token_loss, sums = CrossEntropy()(scores(batch, episode_of([episode]), [[-2.0, -1.0]]), batch)
+    assert float(jnp.sum(token_loss)) == pytest.approx(2.3 / 1.3, rel=1e-6)
+    assert float(sums["trained_tokens"]) == 2
+
+
+@pytest.mark.parametrize("bounds", [(0.0, 0.2), (1.0, 0.2), (0.2, 0.0)])
+def test_bad_clip_bounds_are_refused(bounds):
+    with pytest.raises(InputError, match="clip_low"):
+        ClippedPolicyGradient(*bounds)
