@@ -177,7 +177,7 @@ class JaxEngine:
     def _prefill_arguments(self, call: PrefillCall) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Rows, fresh, tokens, num_new."""
         n = self.shapes.prefill_rows(call.bucket)
-        rows, num_new = np.full(n, self.shapes.scratch_row, np.int32), np.zeros(n, np.int32)
+        rows, num_new = np.full(n, self.shapes.no_row, np.int32), np.zeros(n, np.int32)
         fresh, tokens = np.ones(n, bool), np.zeros((n, call.bucket), np.int32)
         for i, episode in enumerate(call.episodes):
             piece = episode.pieces[0]

@@ -5,8 +5,8 @@ its own length into pieces of fixed sizes, every call of a kind and size has one
 slot is rebuilt through the very pieces and single steps that built it. So its numbers are the same bits alone, in a crowd, and after an
 eviction.
 
-Rows of the cache: `num_slots` for episodes, then `num_prompts` for the first prompts last seen (the other episodes of a group copy them
-instead of computing them), then one scratch row that fills calls up.
+Rows of the cache: `num_slots` for episodes, then `num_prompts` for the first prompts last seen, which the other episodes of a group copy
+instead of computing them.
 """
 
 import collections
@@ -55,11 +55,12 @@ class Shapes:
 
     @property
     def num_rows(self) -> int:
-        return self.num_slots + self.num_prompts + 1
+        return self.num_slots + self.num_prompts
 
     @property
-    def scratch_row(self) -> int:
-        return self.num_rows - 1
+    def no_row(self) -> int:
+        """Fills a call up: a row beyond the last, of which nothing is written back."""
+        return self.num_rows
 
     def prefill_rows(self, bucket: int) -> int:
         return max(1, self.prefill_tokens // bucket)
