@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -38,7 +39,7 @@ def mesh(*shape):
 
 @pytest.fixture(scope="module")
 def params():
-    return init_params(CONFIG, jax.random.key(0))
+    return jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(0))
 
 
 def batch(rows=4, num_episodes=12):
@@ -61,8 +62,8 @@ def test_old_log_probs_follow_the_samplers_convention(params):
     segment = part.segment_ids[row] == part.segment_ids[row, part.index[row, m]]
     tokens = part.tokens[row : row + 1, segment]
     at = part.positions[row : row + 1, part.index[row, m]][None]
-    every = np.arange(CONFIG.vocab_size)[None]
-    alone = log_probs(params, CONFIG, tokens, np.arange(tokens.shape[1])[None], np.ones_like(tokens), np.repeat(at, 32, 1), every)
+    arrays = (tokens, np.arange(tokens.shape[1])[None], np.ones_like(tokens), np.repeat(at, 32, 1), np.arange(CONFIG.vocab_size)[None])
+    alone = jax.jit(log_probs, static_argnums=1)(params, CONFIG, *(jnp.asarray(a, jnp.int32) for a in arrays))
     scaled = np.asarray(alone.logprob[0])[:30] / 0.6
     expected = scaled[part.targets[row, m]] - np.log(np.exp(scaled).sum())
     assert part.old_logprobs[row, m] == pytest.approx(expected, abs=1e-5)
