@@ -161,6 +161,13 @@ class Position:
     round_starts: tuple[int, ...] = ()
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "next_group": self.next_group, "round_starts": list(self.round_starts), "metrics": dict(self.metrics)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Position":
+        return cls(value["step"], value["next_group"], tuple(value["round_starts"]), value["metrics"])
+
     def enter(self, round_index: int) -> "Position":
         """The position at the start of a round, or the same one inside it."""
         begun = len(self.round_starts) > round_index
