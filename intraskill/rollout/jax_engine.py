@@ -181,7 +181,7 @@ class JaxEngine:
         fresh, tokens = np.ones(n, bool), np.zeros((n, call.bucket), np.int32)
         for i, episode in enumerate(call.episodes):
             piece = episode.pieces[0]
-            rows[i], fresh[i], num_new[i] = episode.slot, episode.fresh, piece.stop - piece.start
+            rows[i], fresh[i], num_new[i] = episode.row, episode.fresh, piece.stop - piece.start
             tokens[i, : num_new[i]] = episode.tokens[piece.start : piece.stop]
         return rows, fresh, tokens, num_new
 
@@ -216,7 +216,7 @@ class JaxEngine:
         for i, episode in enumerate(episodes):
             assert episode.request is not None
             sampling = episode.request.sampling
-            rows.rows[i] = episode.slot
+            rows.rows[i] = episode.row
             rows.key[i] = episode.key
             rows.temperature[i] = sampling.temperature
             rows.stop_ids[i, : len(sampling.stop_ids)] = sampling.stop_ids
