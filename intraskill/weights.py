@@ -19,7 +19,6 @@ import orbax.checkpoint as ocp
 
 from intraskill.models.qwen35 import hf
 from intraskill.models.qwen35.config import ModelConfig
-from intraskill.models.qwen35.hf_layout import published_shapes
 from intraskill.run_directory import write_json
 from intraskill.types import InputError, Published
 
@@ -117,12 +116,10 @@ def read(published: Published, config: ModelConfig) -> Any:
         if manifest[key] != getattr(published, key):
             raise WeightsError(f"{path} holds {key} {manifest[key]}, asked for was {getattr(published, key)}: publish again")
     entries = manifest["tensors"]
-    found = {name.removeprefix("model."): tuple(e["shape"]) for name, e in entries.items()}
-    expected = dict(published_shapes(config))
-    if found != expected:
-        names = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
-        first = f"{names[0]} is {found.get(names[0], 'missing')}, expected {expected.get(names[0], 'nothing')}"
-        raise WeightsError(f"{path} holds another model: {len(names)} tensors differ, {first}; publish with the config that the engine has")
+    try:
+        hf.check_tensors(config, {name: tuple(e["shape"]) for name, e in entries.items()}, str(path))
+    except InputError as e:
+        raise WeightsError(str(e)) from e
     other = sorted({e["dtype"] for e in entries.values()} - {config.param_dtype})
     if other:
         raise WeightsError(f"{path} holds {', '.join(other)}, the model's parameters are {config.param_dtype}: publish with the same param_dtype")
