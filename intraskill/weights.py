@@ -37,7 +37,7 @@ class WeightsError(InputError):
 def fingerprint(tensor: np.ndarray) -> dict[str, Any]:
     """A tensor's entry in the manifest: shape, dtype and the sha256 of its bytes in row-major order."""
     data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "sha256": hashlib.sha256(data.data).hexdigest()}
 
 
 def digest(tensors: Iterable[tuple[str, np.ndarray]]) -> str:

@@ -121,6 +121,12 @@ class Episode:
     used: int = 0
 
     @property
+    def row(self) -> int:
+        """The slot of an episode that has one."""
+        assert self.slot is not None, f"session {self.id} is computed without a slot"
+        return self.slot
+
+    @property
     def fresh(self) -> bool:
         return self.fed == 0
 
@@ -301,14 +307,14 @@ class Scheduler:
             row = self._prompts.get(episode.opening) if episode.fresh else None
             if row is None:
                 continue
-            assert episode.slot is not None and episode.request is not None
+            assert episode.request is not None
             self._prompts.move_to_end(episode.opening)
             episode.fed = len(episode.opening)
             episode.request.cached_tokens = min(episode.fed, episode.request.prompt_length)
             while episode.pieces and episode.pieces[0].stop <= episode.fed:
                 episode.pieces.popleft()
             self.counts["copied_tokens"] += episode.fed
-            pairs.append((row, episode.slot))
+            pairs.append((row, episode.row))
         return CopyCall(tuple(pairs)) if pairs else None
 
     # ------------------------------------------------------------------------------------------------------------ results
@@ -326,7 +332,7 @@ class Scheduler:
             self._touch(episode)
             if piece.stop == len(episode.opening) and self._openings.get(episode.opening) is episode:
                 del self._openings[episode.opening]
-                pairs.append((episode.slot, self._keep_prompt(episode.opening)))
+                pairs.append((episode.row, self._keep_prompt(episode.opening)))
         return CopyCall(tuple(pairs)) if pairs else None
 
     def _keep_prompt(self, opening: tuple[int, ...]) -> int:

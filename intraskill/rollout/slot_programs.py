@@ -31,18 +31,18 @@ class State(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """What a decode call needs to know about its rows. Unused rows have a budget of 0."""
+    """What a decode call needs to know about its rows: numpy arrays here, traced ones in the program. Unused rows have a budget of 0."""
 
-    rows: Int[np.ndarray, " R"]
-    budget: Int[np.ndarray, " R"]  # tokens this call may emit
-    forced: Int[np.ndarray, "R block"]  # tokens to feed instead of sampled ones,
-    num_forced: Int[np.ndarray, " R"]  # for this many steps
-    last: Bool[np.ndarray, " R"]  # whether the budget's last token ends the turn and need not be fed
-    position: Int[np.ndarray, " R"]  # of the first token that is emitted, in the episode
-    key: UInt32[np.ndarray, "R 2"]
-    temperature: Float[np.ndarray, " R"]
-    stop_ids: Int[np.ndarray, "R stops"]  # -1 where there are fewer
-    banned_set: Int[np.ndarray, " R"]
+    rows: Int[Any, " R"]
+    budget: Int[Any, " R"]  # tokens this call may emit
+    forced: Int[Any, "R block"]  # tokens to feed instead of sampled ones,
+    num_forced: Int[Any, " R"]  # for this many steps
+    last: Bool[Any, " R"]  # whether the budget's last token ends the turn and need not be fed
+    position: Int[Any, " R"]  # of the first token that is emitted, in the episode
+    key: UInt32[Any, "R 2"]
+    temperature: Float[Any, " R"]
+    stop_ids: Int[Any, "R stops"]  # -1 where there are fewer
+    banned_set: Int[Any, " R"]
 
 
 class Decoded(NamedTuple):

@@ -13,12 +13,12 @@ from rollout import models
 from intraskill import weights
 from intraskill.models.qwen35 import model
 from intraskill.rollout.jax_engine import JaxEngine
-from intraskill.rollout.scheduler import Shapes
 from intraskill.rollout.slot_programs import sample
 from intraskill.types import EngineError, InputError, Sampling, Session
 
 CONFIG = models.config()
-SHAPES = Shapes(num_slots=4, max_length=96, num_prompts=2, decode_rows=4, decode_block=3, prefill_buckets=(8, 16), prefill_tokens=32)
+MAX_LENGTH = 96
+SIZES = dict(num_slots=4, max_length=MAX_LENGTH, num_prompts=2, decode_block=3, prefill_buckets=(8, 16), prefill_tokens=32)
 SAMPLING = Sampling(9, temperature=0.8, stop_ids=(0, 1), banned_ids=(2, 3))
 RESULTS = ((7, 8, 9), (10,) * 11, (4, 5))  # what follows each turn
 
@@ -31,7 +31,7 @@ def params():
 @pytest.fixture(scope="module")
 def compiled(params):
     """One engine for the module: compiling it is most of what these tests cost."""
-    engine = JaxEngine(CONFIG, params, shapes=SHAPES, seed=5)
+    engine = JaxEngine(CONFIG, params, **SIZES, seed=5)
     asyncio.run(engine.warmup())
     assert engine.metrics()["compilations"] == 4  # copy, decode, two buckets
     yield engine
@@ -69,7 +69,7 @@ async def play(engine, name, noise, first, results=RESULTS, sampling=SAMPLING, p
 
 def reference(params, tokens, sampled, sampling=SAMPLING):
     """The sampled tokens' log-probs by one plain forward pass over everything."""
-    width = SHAPES.max_length
+    width = MAX_LENGTH
     row = np.zeros((1, width), np.int32)
     row[0, : len(tokens)] = tokens
     segments = (np.arange(width)[None] < len(tokens)).astype(np.int32)
@@ -333,7 +333,7 @@ async def test_the_sets_of_banned_ids_are_bounded(engine):
 
 def test_more_length_than_the_model_has_positions():
     with pytest.raises(InputError, match="max_length is 96: the model has 64 positions"):
-        JaxEngine(models.config(max_positions=64), {}, shapes=SHAPES, seed=0)
+        JaxEngine(models.config(max_positions=64), {}, **SIZES, seed=0)
 
 
 def test_a_loop_that_ends_with_turns_in_flight_leaves_a_usable_engine(compiled):
