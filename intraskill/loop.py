@@ -12,7 +12,6 @@ from intraskill import evaluation, fast_loop, slow_loop, summary
 from intraskill.evaluation import Result
 from intraskill.fast_loop import Position
 from intraskill.grpo.learner import TrainState
-from intraskill.models.qwen35 import hf
 from intraskill.parts import TEST, Parts
 from intraskill.skills.bank import Bank
 from intraskill.skills.curriculum import Curriculum
@@ -42,7 +41,7 @@ async def run(parts: Parts) -> dict[str, Any]:
     bank, _ = slow_loop.load_round(parts, parts.config.schedule.rounds)
     published, _ = await fast_loop.sync(parts, state, position.step)
     final = await conditions(parts, published, bank, "final", "final-full")
-    hf.save_hf(parts.run.path / "export", parts.policy.config, state.params, tokenizer_from=parts.config.model.checkpoint)
+    parts.export(state)
     return summary.write(parts, base, final, time.time() - start)
 
 

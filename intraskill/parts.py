@@ -31,6 +31,8 @@ from intraskill.skills.cards import Mechanisms, load_mechanisms
 from intraskill.telemetry import Metrics, Progress
 from intraskill.types import InputError, Published, Sampling, Shop, Task
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+
 # Noise streams: the same group index means different random numbers in each.
 TRAIN, RETRY, VALIDATE_BARE, VALIDATE_MASKED, TEST = range(5)
 
@@ -48,8 +50,7 @@ class Policy:
 def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     """Loads `config.model.checkpoint` (HF layout) and the sampling of `config.rollout`."""
     directory = Path(config.model.checkpoint)
-    shape, params = hf.load_hf(directory)
-    shape = dataclasses.replace(shape, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
+    shape, params = hf.load_hf(directory, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
     chat = Chat(load_tokenizer(directory), tools, thinking=config.model.thinking)
     sampling = Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
@@ -138,6 +139,14 @@ class Parts:
             prompt=records.digest(self.policy.chat.identity),
             environment=self.shop_identity,
         )
+
+    def export(self, state: TrainState) -> Path:
+        """The policy as a Hugging Face directory, tokenizer included: `export/` in the run."""
+        directory, source = self.run.path / "export", Path(self.config.model.checkpoint)
+        if not directory.exists():  # it appears complete or not at all, so a resumed run need not write it twice
+            files = [p for name in TOKENIZER_FILES if (p := source / name).is_file()]
+            hf.save_hf(directory, self.policy.config, state.params, extra_files=files)
+        return directory
 
     def close(self) -> None:
         """Stops the engine's thread and closes the files."""

@@ -1,17 +1,18 @@
 """What a run will do and roughly need, worked out from its config before it starts."""
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import rich.console
 import rich.table
 
+from intraskill.models.qwen35 import hf
 from intraskill.models.qwen35.config import ModelConfig
-from intraskill.types import InputError
+from intraskill.models.qwen35.model import abstract_params
 
 # Share of the machine's matrix-product rate that each kind of work reaches with the pocket model on two CPU cores. The estimate of time
 # is good to a factor of about two there, and says so; on an accelerator use launch/plan.py's compiled figures instead.
@@ -50,22 +51,12 @@ def _matmul_rate() -> float:
 
 
 def _count_params(shape: ModelConfig) -> int:
-    from intraskill.models.qwen35.model import abstract_params  # JAX is needed from here on only
-
-    import jax
-
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(abstract_params(shape)))
 
 
 def of(config: Any) -> Plan:
     """The plan of a training run. Raises InputError when the checkpoint directory is missing or no model."""
-    path = Path(config.model.checkpoint) / "config.json"
-    if not path.is_file():
-        raise InputError(f"{path.parent} is no checkpoint directory (no config.json): set model.checkpoint to a directory in Hugging Face layout")
-    try:
-        shape = ModelConfig.from_hf(json.loads(path.read_text()))
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from error
+    shape = hf.load_config(config.model.checkpoint)
     schedule, rollout = config.schedule, config.rollout
     steps = schedule.rounds * schedule.steps_per_round
     generated = steps * rollout.oversample * rollout.group_size
