@@ -11,10 +11,10 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from absl import flags  # noqa: E402
+from absl import flags
 
-from analysis.report import write_report  # noqa: E402
-from launch import entry  # noqa: E402
+from analysis.report import write_report
+from launch import entry
 
 _RUN = flags.DEFINE_string("run", None, "directory of the run", required=True)
 
