@@ -53,7 +53,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["intraskill*", "shop_env*", "pocket*", "analysis*"]),
-    include_package_data=True,
+    package_data={"": ["*.json", "*.jinja", "*.txt", "*.html", "*.css", "*.js"], "pocket": ["checkpoint/*"]},
     install_requires=REQUIRES,
     extras_require={
         "cuda": ["jax[cuda12]>=0.10,<0.11"],
