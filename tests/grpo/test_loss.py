@@ -22,12 +22,14 @@ def device_batch(episodes, old, **options):
     return jax.tree.map(jnp.asarray, DeviceBatch.of(batch)._replace(old_logprobs=filled))
 
 
-def reference(logprobs, old, advantages, token_mean=False):
-    """The published formula, literally, over lists of episodes' tokens in float64."""
+def reference(logprobs, old, advantages, *, token_mean=False, sequence=False, correction=None):
+    """The published formulas, literally, over lists of episodes' tokens in float64."""
     losses = []
-    for new, before, advantage in zip(logprobs, old, advantages, strict=True):
-        ratio = np.exp(np.array(new, np.float64) - np.array(before, np.float64))
-        losses.append(-np.minimum(ratio * advantage, np.clip(ratio, 1 - LOW, 1 + HIGH) * advantage))
+    for i, (new, before, advantage) in enumerate(zip(logprobs, old, advantages, strict=True)):
+        log_ratio = np.array(new, np.float64) - np.array(before, np.float64)
+        ratio = np.exp(np.full_like(log_ratio, log_ratio.mean()) if sequence else log_ratio)
+        loss = -np.minimum(ratio * advantage, np.clip(ratio, 1 - LOW, 1 + HIGH) * advantage)
+        losses.append(loss if correction is None else loss * correction[i])
     return np.concatenate(losses).mean() if token_mean else np.mean([x.mean() for x in losses])
 
 
@@ -43,9 +45,9 @@ def episode_of(episodes, **options):
     return pack(episodes, row_length=16, max_trained_per_row=8, **options)[0].episode
 
 
-def run(episodes, logprobs, old, **options):
+def run(episodes, logprobs, old, objective=ClippedPolicyGradient(LOW, HIGH), **options):  # noqa: B008 (frozen)
     batch = device_batch(episodes, old, **options)
-    token_loss, sums = ClippedPolicyGradient(LOW, HIGH)(scores(batch, episode_of(episodes, **options), logprobs), batch)
+    token_loss, sums = objective(scores(batch, episode_of(episodes, **options), logprobs), batch)
     return float(jnp.sum(token_loss)), mean_metrics({k: float(v) for k, v in sums.items()})
 
 
@@ -71,7 +73,7 @@ def test_clipped_objective_equals_the_reference(logprobs, old, rewards, token_me
     advantages = group_advantages(np.array(rewards, np.float64))
     episodes = episodes_of([len(x) for x in logprobs], advantages)
     loss, metrics = run(episodes, logprobs, old, aggregation="token_mean" if token_mean else "episode_mean")
-    np.testing.assert_allclose(loss, reference(logprobs, old, advantages, token_mean), rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(loss, reference(logprobs, old, advantages, token_mean=token_mean), rtol=2e-5, atol=1e-7)
     assert all(np.isfinite(v) for v in metrics.values())
 
 
@@ -117,6 +119,53 @@ def test_gradient_by_hand(advantage, log_ratio, slope):
     assert float(jax.grad(loss)(jnp.float32(log_ratio - 1.0))) == pytest.approx(slope, rel=1e-5)
 
 
+LOGPROBS = [[-1.0, -0.5], [-0.2], [-2.0, -1.0, -0.1]]
+OLD = [[-1.1, -0.4], [-0.9], [-1.0, -1.5, -0.1]]
+
+
+@pytest.mark.parametrize("token_mean", [False, True])
+def test_sequence_ratio_equals_the_reference(token_mean):
+    advantages = [1.0, -0.5, -1.0]
+    objective = ClippedPolicyGradient(LOW, HIGH, ratio="sequence")
+    loss, metrics = run(episodes_of([2, 1, 3], advantages), LOGPROBS, OLD, objective, aggregation="token_mean" if token_mean else "episode_mean")
+    np.testing.assert_allclose(loss, reference(LOGPROBS, OLD, advantages, token_mean=token_mean, sequence=True), rtol=1e-5)
+    mean_ratios = np.exp([0.0, 0.7, -0.5 / 3])
+    assert metrics["ratio_gap"] == pytest.approx(np.abs(np.repeat(mean_ratios, [2, 1, 3]) - 1).mean(), rel=1e-4)
+
+
+def test_sequence_ratio_has_the_gradient_of_a_mean():
+    """Two tokens, both ratios 1: d loss / d logprob = -A * weight summed over the episode, times 1 / 2 for each."""
+    episodes = episodes_of([2], [1.5])
+    batch = device_batch(episodes, [[-1.0, -2.0]])
+
+    def loss(logprob):
+        filled = jnp.full(batch.mask.shape, jnp.nan).at[0, :2].set(logprob)
+        token_loss, _ = ClippedPolicyGradient(LOW, HIGH, ratio="sequence")(SimpleNamespace(logprob=filled, entropy=jnp.zeros_like(filled)), batch)
+        return jnp.sum(token_loss)
+
+    np.testing.assert_allclose(jax.grad(loss)(jnp.array([-1.0, -2.0])), [-0.75, -0.75], rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(loss)(jnp.array([-0.9, -2.1])), [-0.75, -0.75], rtol=1e-5)  # the mean is still 1
+    np.testing.assert_allclose(jax.grad(loss)(jnp.array([200.0, -2.0])), [0.0, 0.0])  # clipped together
+
+
+@pytest.mark.parametrize(
+    ("correction", "factors", "capped"),
+    [
+        # old / sampler is 1, e^0.5, e^-1, e^2, 1, e^-0.2; the cap is 2
+        ("none", [[1, 1], [1], [1, 1, 1]], 0),
+        ("truncate", [[1, np.exp(0.5)], [np.exp(-1)], [2, 1, np.exp(-0.2)]], 1),
+        ("mask", [[1, np.exp(0.5)], [0], [0, 1, np.exp(-0.2)]], 2),
+    ],
+)
+def test_sampler_correction_equals_the_reference(correction, factors, capped):
+    advantages = [1.0, -0.5, -1.0]
+    sampler = [[-1.1, -0.9], [0.1], [-3.0, -1.5, 0.1]]
+    objective = ClippedPolicyGradient(LOW, HIGH, sampler_correction=correction)
+    loss, metrics = run(episodes_of([2, 1, 3], advantages, sampler), LOGPROBS, OLD, objective)
+    np.testing.assert_allclose(loss, reference(LOGPROBS, OLD, advantages, correction=factors), rtol=1e-5)
+    assert metrics["sampler_capped"] == pytest.approx(capped / 6)
+
+
 def test_no_trained_token_is_a_loss_of_zero():
     loss, metrics = run([Episode([1, 2], [False, False])], [], [])
     assert loss == 0 and metrics == {name: 0 for name in metrics}
@@ -140,7 +189,17 @@ def test_cross_entropy_weighs_tokens():
     assert float(sums["trained_tokens"]) == 2
 
 
-@pytest.mark.parametrize("bounds", [(0.0, 0.2), (1.0, 0.2), (0.2, 0.0)])
-def test_bad_clip_bounds_are_refused(bounds):
-    with pytest.raises(InputError, match="clip_low"):
-        ClippedPolicyGradient(*bounds)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_low": 0.0}, "clip_low"),
+        ({"clip_low": 1.0}, "clip_low"),
+        ({"clip_high": 0.0}, "clip_high"),
+        ({"ratio": "word"}, "ratio is 'word'"),
+        ({"sampler_correction": "yes"}, "sampler_correction is 'yes'"),
+        ({"sampler_cap": 1.0}, "sampler_cap is 1.0"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        ClippedPolicyGradient(**options)
