@@ -7,7 +7,7 @@ broken trajectory or batch fails at its source and not three stages later.
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -96,6 +96,10 @@ class Mask:
     def __post_init__(self):
         require(self.kind != MaskKind.SKILL_FREE or not self.chunk_ids, f"a skill-free mask carries no chunk, got {self.chunk_ids}")
         require(len(set(self.chunk_ids)) == len(self.chunk_ids), f"duplicate chunk in mask {self.chunk_ids}")
+
+    @classmethod
+    def skill_free(cls) -> "Mask":
+        return cls(MaskKind.SKILL_FREE)
 
 
 # -------------------------------------------------------------------------------------------------------------- episodes
@@ -317,6 +321,7 @@ class EngineError(RuntimeError):
     """An engine could not do what was asked; the episode is technical, never a scored failure."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Token ids in, token ids and log-probs out. Text is a view, never the record."""
 
@@ -361,6 +366,7 @@ class StepResult:
     reward_detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@runtime_checkable
 class Shop(Protocol):
     """What the agent and the analyst need of an environment; `shop_env.client.ShopClient` is one."""
 

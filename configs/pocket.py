@@ -1,0 +1,96 @@
+"""The whole loop with the pocket model on two CPU cores.
+
+    python launch/train.py --config=configs/pocket.py:demo      what `make demo` runs: two rounds, minutes
+    python launch/train.py --config=configs/pocket.py           the full schedule: four rounds of 20 steps
+    python launch/train.py --config=configs/pocket.py:smoke     the same code at toy sizes, for tests
+
+Every value can be overridden: `--config.grpo.learning_rate=3e-4`. Durations and results are in docs/pocket.md.
+"""
+
+from ml_collections import ConfigDict
+
+
+def _full() -> ConfigDict:
+    config = ConfigDict()
+    config.name = "pocket"
+    config.runs_directory = "runs"
+    config.seed = 0
+
+    # The policy and its skills at the start.
+    config.model = ConfigDict({"checkpoint": "pocket/checkpoint", "dtype": "float32", "thinking": True, "remat": "none"})
+    config.bank = ConfigDict({"path": "pocket/bank.json", "max_active": 10, "mechanisms": "pocket/mechanisms.json"})
+
+    # The shop: a synthetic world served over HTTP on a loopback port (0: any free one).
+    config.shop = ConfigDict(
+        {"seed": 20, "num_products": 2400, "train": 1200, "validation": 400, "test": 400, "page_size": 5, "max_actions": 22, "port": 0}
+    )
+
+    # The fast loop.
+    config.schedule = ConfigDict({"rounds": 4, "steps_per_round": 20})
+    config.rollout = ConfigDict(
+        {
+            "group_size": 8,
+            "groups_per_step": 16,
+            "oversample": 24,
+            "temperature": 1.0,
+            "max_new_tokens": 40,
+            "max_context": 768,
+            "max_steps": 24,
+            "num_slots": 96,
+            "attempts": 2,
+            "max_technical_in_a_row": 20,
+        }
+    )
+    config.grpo = ConfigDict(
+        {
+            "learning_rate": 5e-4,
+            "betas": (0.9, 0.98),
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "normalise_std": True,
+            "aggregation": "episode_mean",
+            "updates_per_step": 2,
+            "row_length": 768,
+            "trained_per_row": 320,
+            "rows_per_microbatch": 4,
+        }
+    )
+    config.curriculum = ConfigDict({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9, "default_rho": 0.5})
+
+    # The slow loop.
+    config.analysis = ConfigDict({"max_cards": 16, "max_candidates": 6})
+    config.validation = ConfigDict({"tasks": 400, "samples": 1})
+    config.test = ConfigDict({"tasks": 400, "samples": 1})
+
+    config.mesh = ConfigDict({"data": 1, "fsdp": 1, "tensor": 1})
+    config.checkpoint = ConfigDict({"every_steps": 1, "keep": 2})
+    return config
+
+
+def _demo(config: ConfigDict) -> None:
+    config.name = "pocket-demo"
+    config.schedule.update({"rounds": 2, "steps_per_round": 10})
+
+
+def _smoke(config: ConfigDict) -> None:
+    config.name = "pocket-smoke"
+    config.shop.update({"num_products": 200, "train": 60, "validation": 16, "test": 16})
+    config.schedule.update({"rounds": 2, "steps_per_round": 1})
+    config.rollout.update({"group_size": 4, "groups_per_step": 3, "oversample": 4, "num_slots": 16})
+    config.validation.tasks = 16
+    config.test.tasks = 16
+    config.analysis.max_cards = 4
+
+
+_VARIANTS = {"": lambda config: None, "demo": _demo, "smoke": _smoke, "plain_grpo": lambda config: config.curriculum.update({"q": 1.0})}
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    """The config named by the string after the colon."""
+    if variant not in _VARIANTS:
+        raise ValueError(f"configs/pocket.py has no variant {variant!r}; choose one of {[v for v in _VARIANTS if v]}")
+    config = _full()
+    _VARIANTS[variant](config)
+    return config

@@ -1,0 +1,21 @@
+"""The words of the pocket world: everything the shop, the skills and the demonstrator spell, in a fixed order."""
+
+import re
+
+from pocket.skills import mechanisms
+from shop_env import synthetic
+
+_FIXED = (
+    "persona skills age likes brand colour size - find a in under results of | next previous product has chosen missing price done "
+    "invalid yes no budget exceeds ok when : when: "
+)
+_TAGS = ("colour=", "size=", "A", "B", "C", "D", "E")
+
+
+def words() -> tuple[str, ...]:
+    """All whole-word tokens but markup; duplicates removed, order fixed."""
+    skill_words = [w for m in mechanisms().values() for chunk in m.paraphrases for w in chunk.text.split()]
+    money = [f"${n}{end}" for n in range(1, 60) for end in ("", "-")]
+    numbers = [str(n) for n in range(80)] + ["150"] + [f"{a}-{a + 4}" for a in range(1, 150, 5)]
+    world = (*synthetic.TYPES, *synthetic.ATTRIBUTES, *synthetic.BRANDS, *synthetic.COLOURS, *synthetic.SIZES)
+    return tuple(w for w in dict.fromkeys((*_FIXED.split(), *_TAGS, *world, *money, *numbers, *skill_words)) if not re.search(r"[<>\n]", w))

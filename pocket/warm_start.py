@@ -1,0 +1,151 @@
+"""The warm start: cross-entropy on demonstrations and drills, through the project's own packing, learner and checkpoints."""
+
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
+from intraskill.grpo.loss import CrossEntropy
+from intraskill.grpo.packing import Episode, pack
+from intraskill.models.qwen35 import model
+from intraskill.models.qwen35.config import ModelConfig
+from intraskill.rollout.chat import Chat, load_tokenizer
+from intraskill.types import Batch
+from pocket import tokenizer, vocabulary
+from pocket.demonstrations import DemonstrationConfig, Demonstrator
+from shop_env import session, synthetic
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+    """The recipe.
+
+    Attributes:
+      seed: of the parameters and of the stream of demonstrations.
+      tokens: tokens in the rows of all updates together.
+      worlds, world_seed: how many synthetic catalogues the demonstrations come from, seeds world_seed, world_seed + 1, ...: never those
+        that a run trains, validates or tests on.
+      row_length, rows: the shape of an update; rows are filled from a pool of `pool` episodes.
+    """
+
+    seed: int = 0
+    tokens: int = 9_000_000
+    worlds: int = 8
+    world_seed: int = 1000
+    row_length: int = 1152
+    rows: int = 3
+    pool: int = 32
+    learning_rate: float = 3e-3
+    warmup_steps: int = 60
+    weight_decay: float = 0.05
+    page_size: int = 5
+    max_actions: int = 22
+    demonstrations: DemonstrationConfig = DemonstrationConfig()
+
+    @property
+    def updates(self) -> int:
+        return self.tokens // (self.row_length * self.rows)
+
+
+def model_config(vocab_size: int) -> ModelConfig:
+    """The pocket model: 0.88 M parameters, linear and full attention in turn."""
+    return ModelConfig(
+        vocab_size=-(-vocab_size // 16) * 16,
+        hidden_size=128,
+        intermediate_size=320,
+        num_layers=4,
+        full_attention_interval=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        max_positions=4096,
+    )
+
+
+def make_chat(directory: Path) -> Chat:
+    """Writes the pocket tokenizer into `directory` and opens a chat on it."""
+    tokenizer.save(tokenizer.build(vocabulary.words(), session.TOOLS), directory)
+    return Chat(load_tokenizer(directory), session.TOOLS)
+
+
+def make_demonstrator(config: WarmStartConfig, chat: Chat) -> Demonstrator:
+    """The demonstrator over the warm start's own worlds."""
+    shops = []
+    for seed in range(config.world_seed, config.world_seed + config.worlds):
+        world = synthetic.generate(synthetic.SyntheticConfig(seed=seed, split_sizes=(("train", 2400),)))
+        shops.append(session.Shop(world, page_size=config.page_size, max_actions=config.max_actions))
+    return Demonstrator(shops, chat, config.demonstrations)
+
+
+def batches(config: WarmStartConfig, episodes: Iterator[Episode]) -> Iterator[Batch]:
+    """Full rows, for ever: the longest episodes of a small pool are placed first, as `pack` does; what finds no room waits in the pool."""
+    pool: list[Episode] = []
+    while True:
+        pool += itertools.islice(episodes, config.pool - len(pool))
+        pool.sort(key=lambda e: -len(e.tokens))
+        room = [config.row_length] * config.rows
+        chosen: list[Episode] = []
+        for episode in pool:
+            row = next((r for r in range(config.rows) if len(episode.tokens) <= room[r]), None)
+            if row is not None:
+                room[row] -= len(episode.tokens)
+                chosen.append(episode)
+        kept = {id(e) for e in chosen}
+        pool = [e for e in pool if id(e) not in kept]
+        batch, report = pack(
+            chosen, row_length=config.row_length, max_trained_per_row=config.row_length, rows_multiple_of=config.rows, aggregation="token_mean"
+        )
+        if report.overlong or report.num_rows != config.rows or len(pool) == config.pool:
+            raise ValueError(f"the pool's episodes do not fit rows of {config.row_length} tokens: raise row_length above {len(pool[0].tokens)}")
+        yield batch
+
+
+def make_learner(config: WarmStartConfig, shape: ModelConfig) -> Learner:
+    """The project's learner with the cross-entropy objective on one device."""
+    mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
+    abstract = model.abstract_params(shape)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return Learner(
+        lambda params, b: model.log_probs(params, shape, b.tokens, b.positions, b.segment_ids, b.index, b.targets),
+        CrossEntropy(),
+        OptimizerConfig(
+            learning_rate=config.learning_rate,
+            schedule="warmup_cosine",
+            warmup_steps=config.warmup_steps,
+            total_steps=config.updates,
+            final_ratio=0.02,
+            weight_decay=config.weight_decay,
+        ),
+        mesh=mesh,
+        param_shardings=jax.tree.map(lambda _: whole, abstract),
+        decay_mask=jax.tree.map(lambda p: p.ndim >= 2, abstract),
+    )
+
+
+def train(config: WarmStartConfig, chat: Chat, shape: ModelConfig, report: Callable[[dict[str, Any], TrainState], None]) -> TrainState:
+    """Runs the whole warm start; calls `report` with averaged metrics every 50 updates."""
+    demonstrator = make_demonstrator(config, chat)
+    learner = make_learner(config, shape)
+    state = learner.init(model.init_params(shape, jax.random.key(config.seed)))
+    logging.info("warm start: %d updates of %d x %d tokens", config.updates, config.rows, config.row_length)
+    window: list[dict[str, float]] = []
+    start = time.time()
+    for update, batch in enumerate(itertools.islice(batches(config, demonstrator.stream(config.seed)), config.updates), 1):
+        state, metrics = learner.update(state, [batch])
+        window.append(metrics)
+        if update % 50 == 0 or update == config.updates:
+            means = {k: float(np.mean([m[k] for m in window])) for k in ("loss", "probability", "grad_norm", "learning_rate")}
+            report({"update": update, "updates": config.updates, "seconds": time.time() - start, **means}, state)
+            window = []
+    return state
