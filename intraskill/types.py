@@ -97,6 +97,10 @@ class Mask:
         require(self.kind != MaskKind.SKILL_FREE or not self.chunk_ids, f"a skill-free mask carries no chunk, got {self.chunk_ids}")
         require(len(set(self.chunk_ids)) == len(self.chunk_ids), f"duplicate chunk in mask {self.chunk_ids}")
 
+    @classmethod
+    def skill_free(cls) -> "Mask":
+        return cls(MaskKind.SKILL_FREE)
+
 
 # -------------------------------------------------------------------------------------------------------------- episodes
 

@@ -117,7 +117,7 @@ def read(published: Published, config: ModelConfig) -> Any:
             raise WeightsError(f"{path} holds {key} {manifest[key]}, asked for was {getattr(published, key)}: publish again")
     entries = manifest["tensors"]
     try:
-        hf.check_names(config, {name: tuple(e["shape"]) for name, e in entries.items()}, str(path))
+        hf.check_tensors(config, {name: tuple(e["shape"]) for name, e in entries.items()}, str(path))
     except InputError as e:
         raise WeightsError(str(e)) from e
     other = sorted({e["dtype"] for e in entries.values()} - {config.param_dtype})

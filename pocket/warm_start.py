@@ -14,7 +14,8 @@ import numpy as np
 from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
 from intraskill.grpo.loss import CrossEntropy
 from intraskill.grpo.packing import Episode, pack
-from intraskill.models.qwen35 import model
+from intraskill.grpo.policy import qwen35_learner
+from intraskill.models.qwen35 import model, sharding
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.rollout.chat import Chat, load_tokenizer
 from intraskill.types import Batch
@@ -113,24 +114,16 @@ def batches(config: WarmStartConfig, episodes: Iterator[Episode]) -> Iterator[Ba
 
 def make_learner(config: WarmStartConfig, shape: ModelConfig) -> Learner:
     """The project's learner with the cross-entropy objective on one device."""
-    mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
-    abstract = model.abstract_params(shape)
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return Learner(
-        lambda params, b: model.log_probs(params, shape, b.tokens, b.positions, b.segment_ids, b.index, b.targets),
-        CrossEntropy(),
-        OptimizerConfig(
-            learning_rate=config.learning_rate,
-            schedule="warmup_cosine",
-            warmup_steps=config.warmup_steps,
-            total_steps=config.updates,
-            final_ratio=0.02,
-            weight_decay=config.weight_decay,
-        ),
-        mesh=mesh,
-        param_shardings=jax.tree.map(lambda _: whole, abstract),
-        decay_mask=jax.tree.map(lambda p: p.ndim >= 2, abstract),
+    optimizer = OptimizerConfig(
+        learning_rate=config.learning_rate,
+        schedule="warmup_cosine",
+        warmup_steps=config.warmup_steps,
+        total_steps=config.updates,
+        final_ratio=0.02,
+        weight_decay=config.weight_decay,
     )
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    return qwen35_learner(shape, mesh, optimizer, CrossEntropy())
 
 
 def train(config: WarmStartConfig, chat: Chat, shape: ModelConfig, report: Callable[[dict[str, Any], TrainState], None]) -> TrainState:

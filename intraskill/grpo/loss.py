@@ -17,7 +17,7 @@ In the last three the log ratio is limited to +-20, so that one runaway token le
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -59,6 +59,10 @@ class Scores(Protocol):
 
 @runtime_checkable
 class Objective(Protocol):
+    """A loss over trained tokens. `needs_old_logprobs` says whether it reads the field that `Learner.old_log_probs` fills."""
+
+    needs_old_logprobs: ClassVar[bool]
+
     def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
         """Returns each token's weighted loss (0 in padding), whose plain sum is the loss, and the sums for `mean_metrics`."""
         ...
@@ -80,6 +84,8 @@ def _common_sums(scores: Scores, batch: DeviceBatch) -> dict[str, Float[Array, "
 class CrossEntropy:
     """Minus the target's log-prob, by `weight` alone: the warm start."""
 
+    needs_old_logprobs: ClassVar[bool] = False
+
     def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
         return -batch.weight * jnp.where(batch.mask, scores.logprob, 0.0), _common_sums(scores, batch)
 
@@ -99,6 +105,7 @@ class ClippedPolicyGradient:
 
     clip_low: float = 0.2
     clip_high: float = 0.28
+    needs_old_logprobs: ClassVar[bool] = True
 
     def __post_init__(self):
         if not (0 < self.clip_low < 1 and self.clip_high > 0):

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from intraskill.grpo.learner import Learner, LogProbsFn, OptimizerConfig
 from intraskill.grpo.loss import DeviceBatch, Objective
-from intraskill.models.qwen35 import sharding
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.model import LogProbs, abstract_params, log_probs
 from intraskill.types import InputError
@@ -81,7 +80,7 @@ def qwen35_learner(
         objective,
         optimizer,
         mesh=mesh,
-        param_shardings=sharding.param_shardings(config, mesh),
+        param_shardings=jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), abstract_params(config)),
         decay_mask=decay_mask(config),
         rows_axes=_ROWS_AXES,
     )

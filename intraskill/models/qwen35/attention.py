@@ -6,6 +6,7 @@ a time. Scores and softmax are float32.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from intraskill.models.qwen35.layers import precision
@@ -40,4 +41,33 @@ def attend_packed(
         same = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
         causal = jnp.arange(start, end)[:, None] >= jnp.arange(end)
         outs.append(attend(q[:, start:end], k[:, :, :end], v[:, :, :end], same & causal))
+    return jnp.concatenate(outs, axis=1)
+
+
+def _attend_one(
+    q: Float[Array, "B H d"], k: Float[Array, "B H_kv S d"], v: Float[Array, "B H_kv S d"], mask: Bool[Array, "B S"]
+) -> Float[Array, "B H d"]:
+    """One query per slot. With the keys as left operand the product is a plain pass over them, 2-3 times faster on CPU."""
+    batch, heads, width = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, width)
+    scores = jnp.einsum("bhsd,bhgd->bhsg", k, grouped, precision=precision(q.dtype), preferred_element_type=jnp.float32)
+    # Without the barrier XLA folds the transposition into the product and swaps the operands back.
+    scores = jnp.swapaxes(lax.optimization_barrier(scores), 2, 3) * width**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1).astype(v.dtype)
+    return jnp.einsum("bhgs,bhsd->bhgd", weights, v, precision=precision(v.dtype)).reshape(q.shape)
+
+
+def attend_cached(
+    q: Float[Array, "B T H d"], k: Float[Array, "B H_kv S d"], v: Float[Array, "B H_kv S d"], start: Int[Array, " B"]
+) -> Float[Array, "B T H d"]:
+    """Causal attention of T new tokens, the first at position `start`, over a cache that holds them already."""
+    length = q.shape[1]
+    if length == 1:
+        return _attend_one(q[:, 0], k, v, jnp.arange(k.shape[2]) <= start[:, None])[:, None]
+    outs = []
+    for begin in range(0, length, _MIN_BLOCK):
+        end = min(begin + _MIN_BLOCK, length)
+        position = start[:, None] + jnp.arange(begin, end)
+        outs.append(attend(q[:, begin:end], k, v, jnp.arange(k.shape[2]) <= position[..., None]))
     return jnp.concatenate(outs, axis=1)

@@ -40,6 +40,13 @@ def causal_conv(x: Float[Array, "B T H E"], weight: Float[Array, "K H E"], segme
     return out
 
 
+def conv_window(window: Float[Array, "B W H E"], weight: Float[Array, "K H E"]) -> Float[Array, "B T H E"]:
+    """The same convolution where the K - 1 tokens before the first one are given: T = W - K + 1."""
+    taps = weight.shape[0]
+    length = window.shape[1] - taps + 1
+    return sum(window[:, i : i + length] * weight[i].astype(window.dtype) for i in range(taps))
+
+
 def l2_norm(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
     x = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
@@ -92,10 +99,16 @@ def chunked(
     beta: Float[Array, "B T H G"],
     g: Float[Array, "B T H G"],
     segment_ids: Int[Array, "B T"],
-    state: Float[Array, "B H G K V"] | None,
+    state: Float[Array, "B H K G V"] | None,
     chunk_size: int,
-) -> tuple[Float[Array, "B T H G V"], Float[Array, "B H G K V"]]:
+) -> tuple[Float[Array, "B T H G V"], Float[Array, "B H K G V"]]:
     """The rule over whole rows.
+
+    Inside a chunk with cumulated log decay c, D_ij = exp(c_i - c_j) for j <= i, and incoming state S:
+
+        delta = (I + strict(beta K K^T * D))^-1 beta (V - e^c K S);    O = e^c Q S + (Q K^T * D) delta;    S <- e^c_end S + K^T (e^(c_end - c) delta)
+
+    All products with S are shared by the value heads of a key head.
 
     Args:
       q: normalised and scaled queries, one per key head.
@@ -132,29 +145,32 @@ def chunked(
 
     q, k, v = cut(q), cut(k), cut_by_value_head(v)
     beta, total = cut_by_value_head(beta), jnp.cumsum(cut_by_value_head(g), axis=-1)  # [N, B, H, G, C]
-    difference = jnp.where(same & lower, total[..., :, None] - total[..., None, :], -jnp.inf)  # masked before exp: above the diagonal it overflows
-    decay = jnp.exp(difference)
-    key_products = jnp.einsum("nbhik,nbhjk->nbhij", k, k, precision=_HIGHEST)[:, :, :, None]
-    inner = jnp.einsum("nbhik,nbhjk->nbhij", q, k, precision=_HIGHEST)[:, :, :, None] * decay
-    strict = jnp.where(jnp.tril(lower, -1), beta[..., None] * key_products * decay, 0)
+    decay = jnp.exp(jnp.where(same & lower, total[..., :, None] - total[..., None, :], -jnp.inf))  # masked before exp, which overflows above the diagonal
+    products = jnp.einsum("nbhik,nbhjk->nbhij", jnp.concatenate([k, q], axis=3), k, precision=_HIGHEST)[:, :, :, None]
+    strict = jnp.where(jnp.tril(lower, -1), beta[..., None] * products[..., :chunk, :] * decay, 0)
     inverse = invert_unit_lower(strict.reshape(-1, chunk, chunk)).reshape(strict.shape)
-
-    in_decay = jnp.where(from_state, jnp.exp(total), 0)[..., None]
-    out_decay = jnp.where(to_state, jnp.exp(total[..., -1:] - total), 0)[..., None]
-    keep = jnp.where(from_state[..., -1], jnp.exp(total[..., -1]), 0)[..., None, None]
-    keys = k[:, :, :, None]
-    written = _matmul(inverse, beta[..., None] * v)
-    recalled = _matmul(inverse, beta[..., None] * in_decay * keys)
+    pieces = (
+        jnp.concatenate([k, q], axis=3),
+        v,
+        beta,
+        inverse,
+        products[..., chunk:, :] * decay,
+        jnp.where(from_state, jnp.exp(total), 0),
+        jnp.where(to_state, jnp.exp(total[..., -1:] - total), 0),
+    )
 
     def over_chunk(carried, piece):
-        written, recalled, inner, query, key, keep = piece
-        new = written - _matmul(recalled, carried)
-        out = _matmul(query, carried) + _matmul(inner, new)
-        return keep * carried + jnp.einsum("bhgck,bhgcv->bhgkv", key, new, precision=_HIGHEST), out
+        reader, v, beta, inverse, inner, in_decay, out_decay = piece
+        read = _matmul(reader, carried.reshape(batch, heads, key_dim, group * value_dim)).reshape(batch, heads, 2 * chunk, group, value_dim)
+        read = jnp.moveaxis(read, 3, 2)  # [B, H, G, 2C, V]
+        delta = _matmul(inverse, beta[..., None] * (v - in_decay[..., None] * read[..., :chunk, :]))
+        out = in_decay[..., None] * read[..., chunk:, :] + _matmul(inner, delta)
+        written = jnp.einsum("bhck,bhgcv->bhkgv", reader[:, :, :chunk], out_decay[..., None] * delta, precision=_HIGHEST)
+        return in_decay[:, :, None, :, -1, None] * carried + written, out
 
     if state is None:
-        state = jnp.zeros((batch, heads, group, key_dim, value_dim), jnp.float32)
-    state, out = lax.scan(over_chunk, state, (written, recalled, inner, q[:, :, :, None] * in_decay, keys * out_decay, keep))
+        state = jnp.zeros((batch, heads, key_dim, group, value_dim), jnp.float32)
+    state, out = lax.scan(over_chunk, state, pieces)
     out = jnp.moveaxis(out, (0, 4), (1, 2))  # [N, B, H, G, C, V] -> [B, N, C, H, G, V]
     return out.reshape(batch, num_chunks * chunk, heads, group, value_dim)[:, :length], state
 
@@ -165,11 +181,11 @@ def step(
     v: Float[Array, "B H G V"],
     beta: Float[Array, "B H G"],
     g: Float[Array, "B H G"],
-    state: Float[Array, "B H G K V"],
-) -> tuple[Float[Array, "B H G V"], Float[Array, "B H G K V"]]:
-    """The rule for one token. One product reads the old state for key and query together; o follows from S^T q + (q . k) delta."""
+    state: Float[Array, "B H K G V"],
+) -> tuple[Float[Array, "B H G V"], Float[Array, "B H K G V"]]:
+    """The rule for one token. One product reads the old state for key and query together: o = e^g S^T q + (q . k) delta."""
     decay = jnp.exp(g)[..., None]
-    read = jnp.einsum("bhck,bhgkv->bhgcv", jnp.stack([k, q], axis=2), state, precision=_HIGHEST) * decay[..., None]
-    delta = beta[..., None] * (v.astype(jnp.float32) - read[:, :, :, 0])
-    out = read[:, :, :, 1] + jnp.sum(q * k, axis=-1)[:, :, None, None] * delta
-    return out, decay[..., None] * state + k[:, :, None, :, None] * delta[:, :, :, None, :]
+    read = jnp.einsum("bhck,bhkgv->bhcgv", jnp.stack([k, q], axis=2), state, precision=_HIGHEST)
+    delta = beta[..., None] * (v.astype(jnp.float32) - decay * read[:, :, 0])
+    out = decay * read[:, :, 1] + jnp.sum(q * k, axis=-1)[:, :, None, None] * delta
+    return out, decay[:, :, None] * state + k[..., None, None] * delta[:, :, None]

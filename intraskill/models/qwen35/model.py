@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from intraskill.models.qwen35.attention import MASKED, attend_packed
+from intraskill.models.qwen35.attention import MASKED, attend_cached, attend_packed
+from intraskill.models.qwen35.cache import Cache
 from intraskill.models.qwen35.config import ModelConfig
-from intraskill.models.qwen35.gated_delta import causal_conv, chunked, l2_norm
+from intraskill.models.qwen35.gated_delta import causal_conv, chunked, conv_window, l2_norm, step
 from intraskill.models.qwen35.layers import mlp, precision, project, rms_norm, rotate, rotation
-from intraskill.models.qwen35.params import Params, abstract_params, init_params
+from intraskill.models.qwen35.params import Params, abstract_params, init_params, layer_params
 
-__all__ = ["LogProbs", "abstract_params", "forward", "init_params", "log_probs", "logits"]
+__all__ = ["LogProbs", "abstract_params", "extend", "forward", "init_params", "log_probs", "logits"]
 
 _LOGITS_AT_ONCE = 1 << 24  # entries of the float32 logits that may exist at a time
 
@@ -133,6 +134,82 @@ def forward(
         for start in range(0, config.num_layers, period):
             x = block(x, entries[start : start + period])
     return rms_norm(x, params["final_norm"], config.rms_eps)
+
+
+# ---------------------------------------------------------------------------------------------------------------- cached
+
+
+def _extend_linear(
+    config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], old: dict[str, Array], num_new: Int[Array, " B"]
+) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+    length, taps = x.shape[1], config.conv_kernel
+    window = jnp.concatenate([old["conv"].astype(x.dtype), project("btd,dhe->bthe", x, p["qkv"])], axis=1)
+    q, k, v = split_conv(config, jax.nn.silu(conv_window(window, p["conv"])))
+    beta, g = gates(p, x)
+    active = (num_new > 0)[:, None, None, None]
+    if length == 1:
+        out, state = step(q[:, 0], k[:, 0], v[:, 0], beta[:, 0], g[:, 0], old["state"])
+        out = out[:, None]
+        conv = jnp.where(active, window[:, 1:].astype(old["conv"].dtype), old["conv"])
+    else:
+        real = (jnp.arange(length) < num_new[:, None])[:, :, None, None]
+        one_segment = jnp.zeros((x.shape[0], length), jnp.int32)
+        out, state = chunked(q, k, v, jnp.where(real, beta, 0), jnp.where(real, g, 0), one_segment, old["state"], config.chunk_size)
+        newest = num_new[:, None] + jnp.arange(taps - 1)
+        conv = jnp.take_along_axis(window, newest[:, :, None, None], axis=1).astype(old["conv"].dtype)
+    state = jnp.where(active[..., None], state, old["state"])
+    return linear_out(config, p, out, x), {"conv": conv, "state": state}
+
+
+def _extend_full(
+    config: ModelConfig,
+    p: dict[str, Any],
+    x: Float[Array, "B T D"],
+    old: dict[str, Array],
+    rotary: tuple[Array, Array],
+    start: Int[Array, " B"],
+    num_new: Int[Array, " B"],
+) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+    q, gate, k, v = attention_inputs(config, p, x, *rotary)
+    slot, offset = jnp.arange(x.shape[0])[:, None], jnp.arange(x.shape[1])
+    # Padding goes beyond the last row of the cache, where writes are dropped.
+    column = jnp.where(offset < num_new[:, None], start[:, None] + offset, old["k"].shape[2])
+    keys = old["k"].at[slot, :, column].set(k.astype(old["k"].dtype), mode="drop")
+    values = old["v"].at[slot, :, column].set(v.astype(old["v"].dtype), mode="drop")
+    out = attend_cached(q, keys.astype(x.dtype), values.astype(x.dtype), start)
+    return attention_out(p, out, gate), {"k": keys, "v": values}
+
+
+def extend(
+    params: Params, config: ModelConfig, cache: Cache, tokens: Int[Array, "B T"], num_new: Int[Array, " B"]
+) -> tuple[Float[Array, "B D"], Cache]:
+    """Appends tokens to the slots of a cache.
+
+    Args:
+      params: tree of `init_params`.
+      config: static. Layers are unrolled here even with config.scan_layers, which then costs a copy of each layer's weights per call.
+      cache: a slot may hold at most cache.max_length tokens afterwards: the caller sees to that.
+      tokens: right-padded. One column takes the recurrent step, more take the chunked form.
+      num_new: how many tokens of each row are real. Slots with 0 stay as they are, bit for bit.
+
+    Returns:
+      The hidden state after the final norm at each slot's last new token (undefined for slots with 0), and the new cache.
+    """
+    positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
+    rotary = rotation(config, positions)
+    x = embed(params, config, tokens)
+    layers = {}
+    for i in range(config.num_layers):
+        p = layer_params(config, params, i)
+        h = rms_norm(x, p["attention_norm"], config.rms_eps)
+        if config.is_full(i):
+            out, layers[str(i)] = _extend_full(config, p["full"], h, cache.layers[str(i)], rotary, cache.length, num_new)
+        else:
+            out, layers[str(i)] = _extend_linear(config, p["linear"], h, cache.layers[str(i)], num_new)
+        x = x + out
+        x = x + mlp(p["mlp"], rms_norm(x, p["mlp_norm"], config.rms_eps))
+    last = jnp.take_along_axis(x, jnp.maximum(num_new - 1, 0)[:, None, None], axis=1)[:, 0]
+    return rms_norm(last, params["final_norm"], config.rms_eps), Cache(cache.length + num_new, layers)
 
 
 # ---------------------------------------------------------------------------------------------------------------- logits

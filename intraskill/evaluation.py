@@ -1,0 +1,189 @@
+"""Runs a policy over a split under given masks, and compares conditions task by task.
+
+A condition's directory is its record: `manifest.json` says what was run (weights, bank, sampling, prompts, shop), `episodes.jsonl` holds
+one line an episode, `summary.json` the figures. A condition whose summary is there, for the same manifest, is read instead of played again.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from intraskill.rollout.collect import Assignment, Rollout, collect_groups
+from intraskill.run_directory import plain, read_json, write_json, write_text
+from intraskill.skills import gate, statistics
+from intraskill.types import Chunk, Group, InputError, Mask, Task, Trajectory
+
+COMPONENTS = ("r_type", "r_att", "r_opt", "r_price")
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One episode to play: the task, which repetition of it, and what its prompt carries."""
+
+    task: Task
+    sample: int
+    mask: Mask
+    chunks: tuple[Chunk, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One episode as every later stage needs it."""
+
+    task_id: str
+    sample: int
+    injected: tuple[str, ...]
+    status: str
+    reward: float
+    success: bool
+    components: Mapping[str, float]
+    turns: int
+    tokens: int
+    protocol_errors: int
+    invalid_actions: int
+    error: str = ""
+
+    @property
+    def scored(self) -> bool:
+        return self.status != "technical"
+
+    def observed(self, identity: gate.Identity) -> gate.Observed:
+        """The gate's view of this episode."""
+        values = {"reward": self.reward, "success": float(self.success), **self.components}
+        return gate.Observed(self.task_id, self.sample, self.injected, values, identity, self.scored)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One condition, played."""
+
+    condition: str
+    outcomes: tuple[Outcome, ...]
+    summary: Mapping[str, Any]
+
+    def by_task(self, field: str) -> dict[str, float]:
+        """Mean of `reward` or `success` by task, over scored episodes."""
+        return statistics.task_means((o.task_id, float(getattr(o, field))) for o in self.outcomes if o.scored)
+
+
+def cases(tasks: Sequence[Task], samples: int, mask: Mask, chunks: tuple[Chunk, ...]) -> list[Case]:
+    """Every task, `samples` times, under one mask."""
+    return [Case(task, sample, mask, chunks) for task in tasks for sample in range(samples)]
+
+
+async def run(
+    directory: Path,
+    condition: str,
+    rollout: Rollout,
+    planned: Sequence[Case],
+    identity: gate.Identity,
+    bank_sha256: str,
+    on_episode: Callable[[], None] = lambda: None,
+) -> Result:
+    """Plays `planned` (or reads what an earlier, complete run of the same manifest recorded) and writes the condition's directory.
+
+    Args:
+      directory: the condition's own.
+      condition: its name, for people.
+      rollout: engine, shop, sampling; its noise must be a stream of this condition's split.
+      planned: the episodes; the order decides their noise.
+      identity: what makes episodes comparable, weights first.
+      bank_sha256: the bank that masks refer to.
+      on_episode: called after each episode.
+    """
+    manifest = {
+        "schema_version": SCHEMA,
+        "condition": condition,
+        "identity": dataclasses.asdict(identity),
+        "bank_sha256": bank_sha256,
+        "noise": list(rollout.noise),
+        "episodes": [[c.task.id, c.sample, list(c.mask.chunk_ids)] for c in planned],
+    }
+    if (directory / "summary.json").is_file():
+        _require_same(directory, manifest)
+        return read(directory)
+    played = await collect_groups(
+        dataclasses.replace(rollout, group_size=1),
+        [Assignment(index, case.task, case.mask, case.chunks) for index, case in enumerate(planned)],
+        lambda _: on_episode(),
+    )
+    outcomes = tuple(outcome(group, case.sample) for group, case in zip(played, planned, strict=True))
+    summary = summarise(condition, outcomes, identity, bank_sha256)
+    write_json(directory / "manifest.json", manifest)
+    write_text(directory / "episodes.jsonl", "".join(json.dumps(plain(dataclasses.asdict(o))) + "\n" for o in outcomes))
+    write_json(directory / "summary.json", summary)
+    return Result(condition, outcomes, summary)
+
+
+def _require_same(directory: Path, manifest: Mapping[str, Any]) -> None:
+    recorded = read_json(directory / "manifest.json")
+    differ = [k for k in manifest if recorded.get(k) != plain(manifest)[k]]
+    if differ:
+        raise InputError(f"{directory} holds another evaluation (its {', '.join(differ)} differ); choose another name or remove the directory")
+
+
+def read(directory: Path) -> Result:
+    """The condition that `run` recorded in `directory`."""
+    rows = [json.loads(line) for line in (directory / "episodes.jsonl").read_text().splitlines()]
+    outcomes = tuple(Outcome(**{**row, "injected": tuple(row["injected"])}) for row in rows)
+    return Result(read_json(directory / "manifest.json")["condition"], outcomes, read_json(directory / "summary.json"))
+
+
+def outcome(group: Group, sample: int) -> Outcome:
+    """The record of a group of one episode."""
+    (trajectory,) = group.trajectories
+    detail = trajectory.reward_detail
+    return Outcome(
+        task_id=group.task.id,
+        sample=sample,
+        injected=group.mask.chunk_ids,
+        status=str(trajectory.status),
+        reward=trajectory.reward,
+        success=trajectory.success,
+        components={name: float(detail.get(name, 0.0)) for name in COMPONENTS},
+        turns=len(trajectory.turns),
+        tokens=sum(trajectory.loss_mask),
+        protocol_errors=num_protocol_errors(trajectory),
+        invalid_actions=num_invalid_actions(trajectory),
+        error=trajectory.error,
+    )
+
+
+def num_protocol_errors(trajectory: Trajectory) -> int:
+    """Turns whose text was no tool call."""
+    return sum(bool(t.protocol_error) for t in trajectory.turns)
+
+
+def num_invalid_actions(trajectory: Trajectory) -> int:
+    """Turns whose call the shop refused."""
+    return sum(t.feedback not in ("", "ok") for t in trajectory.turns)
+
+
+def summarise(condition: str, outcomes: Sequence[Outcome], identity: gate.Identity, bank_sha256: str) -> dict[str, Any]:
+    """Means over scored episodes, and how many there were."""
+    scored = [o for o in outcomes if o.scored]
+
+    def mean(field: str) -> float | None:
+        return float(np.mean([float(getattr(o, field)) for o in scored])) if scored else None
+
+    return {
+        "schema_version": SCHEMA,
+        "condition": condition,
+        **{field: mean(field) for field in ("success", "reward", "turns", "tokens", "protocol_errors", "invalid_actions")},
+        "num_episodes": len(outcomes),
+        "num_technical": len(outcomes) - len(scored),
+        "num_tasks": len({o.task_id for o in scored}),
+        "weights_digest": identity.weights,
+        "bank_sha256": bank_sha256,
+    }
+
+
+def compare(name: str, first: Result, second: Result, *, seed: int = 0) -> dict[str, Any]:
+    """second - first in success, paired by task, with a percentile bootstrap interval."""
+    paired = statistics.paired_difference(first.by_task("success"), second.by_task("success"), seed=seed)
+    return {"name": name, "difference": paired.difference, "interval": [paired.low, paired.high], **dataclasses.asdict(paired)}

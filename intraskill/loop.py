@@ -1,0 +1,92 @@
+"""The loop, as it is drawn: groups under one mask, update, sync; every round retry, analysis, candidates, gate, next bank and curriculum.
+
+The model update compares episodes within one context; the skill update compares contexts at one checkpoint. A run killed at any instant
+goes on from its last complete step: finished evaluations are read, everything after that step is played again.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+from intraskill import evaluation, fast_loop, slow_loop, summary
+from intraskill.evaluation import Result
+from intraskill.fast_loop import Position
+from intraskill.grpo.learner import TrainState
+from intraskill.parts import TEST, Parts
+from intraskill.skills.bank import Bank
+from intraskill.skills.curriculum import Curriculum
+from intraskill.types import Mask, Published
+
+
+async def run(parts: Parts) -> dict[str, Any]:
+    """The whole run; returns what `summary.json` holds."""
+    start = time.time()
+    state, position = restore(parts)
+    bank, curriculum = parts.initial_bank, slow_loop.make_curriculum(parts.config, parts.initial_bank, {})
+    slow_loop.save_round(parts, bank, curriculum, 0)
+    base = await baseline(parts, bank)
+    for index in range(parts.config.schedule.rounds):
+        bank, curriculum = slow_loop.load_round(parts, index)
+        if summary.round_done(parts, index):
+            continue
+        began = time.time()
+        state, position, published = await fast_round(parts, state, position.enter(index), bank, curriculum, index)
+        groups = slow_loop.groups_of_round(parts, index, position)
+        cases = await slow_loop.retry(parts, groups, bank, index)
+        cards = await slow_loop.analyse(parts, cases, bank, index)
+        pool = slow_loop.compile_candidates(parts, cards, bank, index)
+        result, bare, masked = await slow_loop.gate_round(parts, published, pool, index)
+        bank, curriculum = slow_loop.next_round(parts, bank, curriculum, pool, result, index)
+        summary.write_round(parts, index, bare, masked, pool, result, cases, time.time() - began)
+    bank, _ = slow_loop.load_round(parts, parts.config.schedule.rounds)
+    published, _ = await fast_loop.sync(parts, state, position.step)
+    final = await conditions(parts, published, bank, "final", "final-full")
+    parts.export(state)
+    return summary.write(parts, base, final, time.time() - start)
+
+
+async def baseline(parts: Parts, bank: Bank) -> dict[str, Result]:
+    """The committed policy before any update: bare validation, and the test conditions without and with the initial bank."""
+    published, _ = await fast_loop.sync(parts, parts.learner.init(parts.policy.params), 0)
+    return {
+        "base-validation": await slow_loop.bare_validation(parts, published, bank, "base-validation"),
+        **await conditions(parts, published, bank, "base", "base-initial"),
+    }
+
+
+async def conditions(parts: Parts, published: Published, bank: Bank, bare: str, full: str) -> dict[str, Result]:
+    """The test split without skills and with the whole bank."""
+    tasks, samples = parts.tasks["test"][: parts.config.test.tasks], parts.config.test.samples
+    planned = {bare: (Mask.skill_free(), ()), full: (bank.full_mask, bank.chunks)}
+    return {
+        name: await slow_loop.play(parts, name, TEST, evaluation.cases(tasks, samples, mask, tuple(chunks)), published, bank)
+        for name, (mask, chunks) in planned.items()
+    }
+
+
+async def fast_round(
+    parts: Parts, state: TrainState, position: Position, bank: Bank, curriculum: Curriculum, round_index: int
+) -> tuple[TrainState, Position, Published]:
+    """The round's steps that are not done yet, and the weights that the engine serves after them."""
+    steps_per_round = parts.config.schedule.steps_per_round
+    published, _ = await fast_loop.sync(parts, state, position.step)
+    for step in range(position.step, (round_index + 1) * steps_per_round):
+        groups, admission = await fast_loop.rollout(parts, bank, curriculum, round_index, step, position.next_group)
+        state = fast_loop.update(parts, state, admission.admitted, round_index, step)
+        published, record = await fast_loop.sync(parts, state, step + 1)
+        parts.metrics.write({"kind": "sync", "round": round_index, "step": step, **record})
+        position = position.after(len(groups), parts.metrics.state())
+        if position.step % parts.config.checkpoint.every_steps == 0 or position.step % steps_per_round == 0:
+            parts.checkpoints.save(position.step, state, dataclasses.asdict(position))
+    return state, position, published
+
+
+def restore(parts: Parts) -> tuple[TrainState, Position]:
+    """The newest checkpoint, or the start."""
+    if parts.checkpoints.latest() is None:
+        return parts.learner.init(parts.policy.params), Position()
+    restored = parts.checkpoints.restore(parts.abstract_state())
+    position = Position(**{**restored.position, "round_starts": tuple(restored.position["round_starts"])})
+    parts.metrics.restore(position.metrics)
+    parts.progress.say(f"resumed after step {position.step}")
+    return restored.state, position

@@ -1,0 +1,200 @@
+"""What a run is made of, built once from its config: policy, chat, engine, learner, checkpoints, and the run's own directory.
+
+Building checks everything that can be checked before hours are spent: the checkpoint, the tokenizer, the bank, sizes that must fit
+together. Nothing here runs a stage.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from intraskill.checkpoint import Checkpointer
+from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
+from intraskill.grpo.loss import ClippedPolicyGradient
+from intraskill.grpo.policy import qwen35_learner
+from intraskill.models.qwen35 import hf, model, sharding
+from intraskill.models.qwen35.config import ModelConfig
+from intraskill.rollout.agent import Limits
+from intraskill.rollout.chat import Chat, load_tokenizer
+from intraskill.rollout.collect import Rollout
+from intraskill.rollout.jax_engine import JaxEngine
+from intraskill.rollout.scheduler import Shapes
+from intraskill.run_directory import RunDirectory
+from intraskill.skills import firewall, gate, records
+from intraskill.skills.analyst import RuleAnalyst
+from intraskill.skills.bank import Bank
+from intraskill.skills.cards import Mechanisms, load_mechanisms
+from intraskill.telemetry import Metrics, Progress
+from intraskill.types import InputError, Published, Sampling, Shop, Task
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+
+# Noise streams: the same group index means different random numbers in each.
+TRAIN, RETRY, VALIDATE_BARE, VALIDATE_MASKED, TEST = range(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy as it comes from disk: shape, parameters, and the chat of its own tokenizer."""
+
+    config: ModelConfig
+    params: Any
+    chat: Chat
+    sampling: Sampling
+
+
+def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
+    """Loads `config.model.checkpoint` (HF layout) and the sampling of `config.rollout`."""
+    directory = Path(config.model.checkpoint)
+    shape, params = hf.load_hf(directory, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
+    chat = Chat(load_tokenizer(directory), tools, thinking=config.model.thinking)
+    sampling = Sampling(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        stop_ids=chat.stop_ids,
+        banned_ids=chat.banned_ids(shape.vocab_size),
+    )
+    return Policy(shape, params, chat, sampling)
+
+
+def make_learner(config: Any, policy: Policy) -> Learner:
+    """The learner under the sampler's own temperature and banned ids, on the configured mesh."""
+    settings, sampling = config.grpo, policy.sampling
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    if settings.rows_per_microbatch % (sizes[0] * sizes[1]):
+        raise InputError(f"grpo.rows_per_microbatch = {settings.rows_per_microbatch} is not a multiple of mesh data x fsdp = {sizes[0] * sizes[1]}")
+    optimizer = OptimizerConfig(
+        learning_rate=settings.learning_rate,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+    )
+    return qwen35_learner(
+        policy.config,
+        sharding.make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)]),
+        optimizer,
+        ClippedPolicyGradient(settings.clip_low, settings.clip_high),
+        temperature=sampling.temperature,
+        banned_ids=sampling.banned_ids,
+    )
+
+
+def make_engine(config: Any, policy: Policy) -> JaxEngine:
+    """The embedded engine, with a slot for each episode in play."""
+    settings = config.rollout
+    shapes = Shapes(
+        num_slots=settings.num_slots, max_length=settings.max_context, decode_rows=settings.decode_rows, decode_block=settings.decode_block
+    )
+    return JaxEngine(policy.config, policy.params, shapes=shapes, seed=config.seed)
+
+
+@dataclasses.dataclass
+class Parts:
+    """Everything that stages share. Values that change from step to step travel as arguments instead."""
+
+    config: Any
+    run: RunDirectory
+    metrics: Metrics
+    progress: Progress
+    policy: Policy
+    learner: Learner
+    engine: JaxEngine
+    shop: Shop
+    shop_identity: str
+    analyst: RuleAnalyst
+    checkpoints: Checkpointer
+    initial_bank: Bank
+    general_words: frozenset[str]
+    tasks: Mapping[str, Sequence[Task]]
+
+    def rollout(self, stream: int, *, group_size: int | None = None) -> Rollout:
+        """The collector's settings for one noise stream."""
+        settings = self.config.rollout
+        return Rollout(
+            engine=self.engine,
+            shop=self.shop,
+            chat=self.policy.chat,
+            sampling=self.policy.sampling,
+            limits=Limits(settings.max_context, settings.max_steps),
+            noise=(self.config.seed, stream),
+            group_size=group_size or settings.group_size,
+            concurrency=settings.num_slots,
+            attempts=settings.attempts,
+        )
+
+    def identity(self, published: Published) -> gate.Identity:
+        """What makes episodes comparable: verified weights, sampling and budgets, what spells prompts besides chunks, and the shop.
+
+        Chunks are identified by the gate's plan, which names the hash of the bank and the candidates that hold their texts.
+        """
+        settings = self.config.rollout
+        return gate.Identity(
+            weights=published.digest,
+            sampling=records.digest({**dataclasses.asdict(self.policy.sampling), "max_context": settings.max_context, "max_steps": settings.max_steps}),
+            prompt=records.digest(self.policy.chat.identity),
+            environment=self.shop_identity,
+        )
+
+    def export(self, state: TrainState) -> Path:
+        """The policy as a Hugging Face directory, tokenizer included: `export/` in the run."""
+        directory, source = self.run.path / "export", Path(self.config.model.checkpoint)
+        if not directory.exists():  # it appears complete or not at all, so a resumed run need not write it twice
+            files = [p for name in TOKENIZER_FILES if (p := source / name).is_file()]
+            hf.save_hf(directory, self.policy.config, state.params, extra_files=files)
+        return directory
+
+    def close(self) -> None:
+        """Stops the engine's thread and closes the files."""
+        self.engine.close()
+        self.checkpoints.close()
+        self.metrics.close()
+
+    def abstract_state(self) -> TrainState:
+        return self.learner.abstract_state(model.abstract_params(self.policy.config))
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a run is given, read and checked before its directory exists."""
+
+    policy: Policy
+    bank: Bank
+    mechanisms: Mechanisms
+    tasks: Mapping[str, Sequence[Task]]
+
+
+async def load(config: Any, shop: Shop) -> Inputs:
+    """Reads policy, bank, mechanisms and task lists; raises InputError for what is broken or does not fit together."""
+    policy = load_policy(config, await shop.tools())
+    tasks = {split: await shop.tasks(split) for split in ("train", "validation", "test")}
+    for name, wanted in (("validation", config.validation.tasks), ("test", config.test.tasks), ("train", 1)):
+        if len(tasks[name]) < wanted:
+            raise InputError(f"{name}.tasks = {wanted}, but the shop's split has {len(tasks[name])}: lower it or give the shop more tasks")
+    return Inputs(policy, Bank.load(config.bank.path), load_mechanisms(config.bank.mechanisms), tasks)
+
+
+def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, shop: Shop, shop_identity: str) -> Parts:
+    """Builds engine, learner, analyst and records around `inputs`."""
+    policy = inputs.policy
+    wordings = [text for options in inputs.mechanisms.values() for wording in options for text in wording.texts]
+    return Parts(
+        config=config,
+        run=run,
+        metrics=Metrics(run.path),
+        progress=progress,
+        policy=policy,
+        learner=make_learner(config, policy),
+        engine=make_engine(config, policy),
+        shop=shop,
+        shop_identity=shop_identity,
+        analyst=RuleAnalyst(shop, inputs.mechanisms),
+        checkpoints=Checkpointer(run.path / "checkpoints", model_config=dataclasses.asdict(policy.config), keep_last=config.checkpoint.keep),
+        initial_bank=inputs.bank,
+        general_words=firewall.vocabulary([*wordings, *(chunk.text for chunk in inputs.bank.chunks)]),
+        tasks=inputs.tasks,
+    )

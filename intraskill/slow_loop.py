@@ -1,0 +1,171 @@
+"""The slow loop's arrows: retry, analysis, candidates, validation, gate, next bank and curriculum, at one frozen checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from intraskill import evaluation
+from intraskill.evaluation import Case, Result
+from intraskill.fast_loop import Position, chunks_of, group_path
+from intraskill.parts import RETRY, VALIDATE_BARE, VALIDATE_MASKED, Parts
+from intraskill.rollout import records
+from intraskill.rollout.collect import Assignment, collect_groups
+from intraskill.run_directory import read_json, write_json
+from intraskill.skills import assignment, compiler, gate, triage
+from intraskill.skills import curriculum as curricula
+from intraskill.skills.bank import Bank, CandidatePool
+from intraskill.skills.cards import Card
+from intraskill.skills.curriculum import Curriculum
+from intraskill.skills.gate import next_bank
+from intraskill.skills.ledger import Ledger, measured
+from intraskill.types import Group, Mask, Published, Task
+
+
+def groups_of_round(parts: Parts, round_index: int, position: Position) -> list[Group]:
+    """The groups that the round's steps played, from disk, in order; `position` is the one at the round's end."""
+    indices = range(position.round_starts[round_index], position.next_group)
+    return [records.from_json(read_json(group_path(parts, round_index, i))) for i in indices]
+
+
+async def retry(parts: Parts, groups: Sequence[Group], bank: Bank, round_index: int) -> list[triage.Case]:
+    """Plays each all-wrong group's task once more with the full bank; the verdicts, written beside the groups."""
+    cases = [triage.triage(group) for group in groups]
+    waiting = [c for c in cases if c.triage == triage.Triage.RETRY]
+    parts.progress.start(f"round {round_index}: retries", len(waiting))
+    mask = bank.full_mask
+    played = await collect_groups(
+        parts.rollout(RETRY, group_size=1),
+        [Assignment(c.group.index, c.group.task, mask, chunks_of(bank, mask)) for c in waiting],
+        lambda _: parts.progress.advance(f"round {round_index}: retries"),
+    )
+    parts.progress.finish(f"round {round_index}: retries")
+    retried = {g.index: g.trajectories[0] for g in played}
+    done = [triage.after_retry(c, retried[c.group.index]) if c.triage == triage.Triage.RETRY else c for c in cases]
+    for case in done:
+        if case.retry is not None:
+            record = records.to_json(case.group) | {"triage": str(case.triage), "retry": records.trajectory_to_json(case.retry)}
+            write_json(group_path(parts, round_index, case.group.index), record)
+    return done
+
+
+async def analyse(parts: Parts, cases: Sequence[triage.Case], bank: Bank, round_index: int) -> list[Card]:
+    """A card for each retry that failed, up to the configured number, in group order."""
+    pending = [c for c in cases if c.triage == triage.Triage.PENDING_ANALYSIS][: parts.config.analysis.max_cards]
+    tried = _ledger(parts).turned_down(round_index)
+    parts.progress.start(f"round {round_index}: analysis", len(pending))
+    cards = []
+    for case in pending:
+        assert case.retry is not None  # a case without one is not pending analysis
+        card_id = f"r{round_index:03d}-g{case.group.index:08d}"
+        cards.append(await parts.analyst.analyse(card_id, case.group.task, case.retry, bank, tried=tried))
+        parts.progress.advance(f"round {round_index}: analysis")
+    parts.progress.finish(f"round {round_index}: analysis")
+    write_json(parts.run.round(round_index) / "cards.json", [card.to_json() for card in cards])
+    return cards
+
+
+def _ledger(parts: Parts) -> Ledger:
+    return Ledger(parts.run.path / "ledger.jsonl")
+
+
+def compile_candidates(parts: Parts, cards: Sequence[Card], bank: Bank, round_index: int) -> CandidatePool:
+    """At most a few candidates from many cards; every card's fate goes to the ledger."""
+    ledger = _ledger(parts)
+    compiled = compiler.compile_cards(
+        triage.eligible(cards),
+        bank,
+        ledger,
+        round_index=round_index,
+        general=parts.general_words,
+        max_candidates=parts.config.analysis.max_candidates,
+    )
+    ledger.append(compiled.entries)
+    compiled.pool.save(parts.run.round(round_index) / "candidates.json")
+    return compiled.pool
+
+
+def validation_tasks(parts: Parts) -> Sequence[Task]:
+    return parts.tasks["validation"][: parts.config.validation.tasks]
+
+
+async def bare_validation(parts: Parts, published: Published, bank: Bank, name: str) -> Result:
+    """The validation tasks without skills at `published`."""
+    planned = evaluation.cases(validation_tasks(parts), parts.config.validation.samples, Mask.skill_free(), ())
+    return await play(parts, name, VALIDATE_BARE, planned, published, bank)
+
+
+async def play(parts: Parts, name: str, stream: int, planned: Sequence[Case], published: Published, bank: Bank) -> Result:
+    """Plays the episodes of one condition under `eval/<name>/`, with a progress bar."""
+    label = f"evaluation {name}"
+    parts.progress.start(label, len(planned))
+    result = await evaluation.run(
+        parts.run.path / "eval" / name,
+        name,
+        parts.rollout(stream, group_size=1),
+        planned,
+        parts.identity(published),
+        bank.sha256,
+        lambda: parts.progress.advance(label),
+    )
+    parts.progress.finish(label)
+    return result
+
+
+async def gate_round(parts: Parts, published: Published, pool: CandidatePool, round_index: int) -> tuple[gate.GateResult, Result, Result]:
+    """Bare and masked validation of current chunks and candidates together at the frozen checkpoint, and what the gate makes of them."""
+    directory, settings = parts.run.round(round_index), parts.config.validation
+    by_id = {task.id: task for task in validation_tasks(parts)}
+    # A seed for each round: with one for all, a chunk that stays active would meet the same tasks every time.
+    seed = parts.config.seed * 1000 + round_index
+    plan = assignment.assign(pool, seed=seed, split="validation", task_ids=list(by_id), samples=settings.samples)
+    plan.save(directory / "assignments.json")
+    bare = await bare_validation(parts, published, pool.bank, f"round{round_index:03d}-bare")
+    planned = [Case(by_id[a.task_id], a.sample, a.mask, tuple(pool.chunks[i] for i in a.chunk_ids)) for a in plan.assignments]
+    masked = await play(parts, f"round{round_index:03d}-masked", VALIDATE_MASKED, planned, published, pool.bank)
+    identity = parts.identity(published)
+    result = gate.run(
+        plan,
+        [o.observed(identity) for o in bare.outcomes],
+        [o.observed(identity) for o in masked.outcomes],
+        identity,
+        max_active=parts.config.bank.max_active,
+    )
+    result.save(directory / "gate.json")
+    _ledger(parts).append(measured(pool, result, round_index))
+    for problem in result.problems[:3]:
+        parts.progress.say(f"round {round_index}: the gate is incomplete and changes nothing: {problem}")
+    return result, bare, masked
+
+
+def next_round(parts: Parts, bank: Bank, curriculum: Curriculum, pool: CandidatePool, result: gate.GateResult, round_index: int) -> tuple[Bank, Curriculum]:
+    """The bank and curriculum that the gate's decision leads to; both stay as they are when the gate is incomplete."""
+    if result.status == "complete":
+        bank = next_bank(pool, result, round_index=round_index)
+        curriculum = make_curriculum(parts.config, bank, result.contributions)
+    save_round(parts, bank, curriculum, round_index + 1)
+    return bank, curriculum
+
+
+def make_curriculum(config: Any, bank: Bank, contributions: Mapping[str, float]) -> Curriculum:
+    """The curriculum of `bank` under the run's settings."""
+    settings = config.curriculum
+    return curricula.build(
+        bank,
+        contributions,
+        seed=config.seed,
+        q=settings.q,
+        rho_min=settings.rho_min,
+        rho_max=settings.rho_max,
+        rho_unmeasured=settings.rho_unmeasured,
+    )
+
+
+def save_round(parts: Parts, bank: Bank, curriculum: Curriculum, round_index: int) -> None:
+    """Writes what a round starts from."""
+    bank.save(parts.run.round(round_index) / "bank.json")
+    curriculum.save(parts.run.round(round_index) / "curriculum.json")
+
+
+def load_round(parts: Parts, round_index: int) -> tuple[Bank, Curriculum]:
+    """What a round starts from, as `save_round` wrote it."""
+    bank = Bank.load(parts.run.round(round_index) / "bank.json")
+    return bank, Curriculum.load(parts.run.round(round_index) / "curriculum.json", bank)

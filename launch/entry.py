@@ -1,0 +1,61 @@
+"""What every entry point shares: one-line errors with status 2, Ctrl-C with a hint, and a config file flag that refuses unknown keys."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+# Before JAX is imported anywhere: a compilation cache makes the second start fast, and its absence changes no result.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/intraskill/jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+from absl import app, flags  # noqa: E402
+from ml_collections import config_flags  # noqa: E402
+
+from intraskill.types import InputError  # noqa: E402
+from shop_env.errors import ShopEnvError  # noqa: E402
+
+INTERRUPTED = 130
+
+
+def define_config(default: str):
+    """The `--config=FILE[:VARIANT]` flag, with overrides such as `--config.grpo.learning_rate=3e-4`."""
+    return config_flags.DEFINE_config_file("config", default, "config file, with an optional variant after a colon", lock_config=True)
+
+
+@contextlib.contextmanager
+def one_line_errors(hint: str = "") -> Iterator[None]:
+    """Turns expected errors into one line and an exit status; anything else is a bug and keeps its traceback."""
+    try:
+        yield
+    except (InputError, ShopEnvError) as error:
+        sys.exit(_report(str(error), 2))
+    except KeyboardInterrupt:
+        sys.exit(_report(f"interrupted{hint}", INTERRUPTED))
+
+
+def _report(message: str, status: int) -> int:
+    print(f"error: {' '.join(message.split())}" if status == 2 else message, file=sys.stderr, flush=True)
+    return status
+
+
+def run(main) -> None:
+    """`app.run` with flag errors, broken configs included, answered like any other bad input."""
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.ERROR)
+    try:
+        app.run(main, flags_parser=_parse)
+    except SystemExit:
+        raise
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(_report(str(error), 2))
+    except (AttributeError, KeyError, TypeError, ValueError, FileNotFoundError, ImportError, SyntaxError) as error:
+        # ml_collections reports unknown keys, wrong types and unreadable config files with these.
+        sys.exit(_report(f"--config: {error}; `--help` lists the flags, the config file its keys", 2))

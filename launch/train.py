@@ -1,0 +1,64 @@
+"""Trains a policy and its skill bank together.
+
+    python launch/train.py --config=configs/pocket.py:demo [--config.KEY=VALUE ...] [--resume] [--dry_run]
+
+Prints a plan, runs the loop of docs/loop.md, and ends with a table and the path of the report. A run that was stopped, by Ctrl-C or a
+kill, goes on from its last complete step with --resume.
+"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from launch import entry  # noqa: E402  (sets the environment before JAX is imported)
+
+import asyncio  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from absl import flags  # noqa: E402
+
+from analysis.report import write_report  # noqa: E402
+from intraskill import loop, parts, plan  # noqa: E402
+from intraskill.run_directory import RunDirectory, require_disk  # noqa: E402
+from intraskill.telemetry import Progress, print_summary  # noqa: E402
+from launch import shop as shops  # noqa: E402
+from shop_env.client import ShopClient  # noqa: E402
+
+_CONFIG = entry.define_config("configs/pocket.py:demo")
+_RESUME = flags.DEFINE_bool("resume", False, "go on with the run directory that the config names")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the plan and stop")
+
+
+async def _train(config, directory: Path, served: shops.Served) -> tuple[dict, Path]:
+    """Reads and checks every input before the run directory exists, then runs the loop in it."""
+    async with ShopClient(served.url, served.key) as client:
+        shop = shops.ClientShop(client)
+        inputs = await parts.load(config, shop)
+        settings = config.to_dict()
+        with RunDirectory.resume(directory, settings) if _RESUME.value else RunDirectory.create(directory, settings) as run, Progress() as progress:
+            built = parts.build(config, inputs, run, progress, shop, served.identity)
+            try:
+                summary = await loop.run(built)
+            finally:
+                built.close()
+            return summary, write_report(run.path)
+
+
+def main(_) -> None:
+    config = _CONFIG.value
+    directory = Path(config.runs_directory) / config.name
+    with entry.one_line_errors(f"; go on with: python {' '.join([*(a for a in sys.argv if a != '--resume'), '--resume'])}"):
+        planned = plan.of(config)
+        plan.show(planned, directory)
+        if _DRY_RUN.value:
+            return
+        require_disk(directory.parent, planned.disk_bytes)
+        with shops.serve(config) as served:
+            summary, report = asyncio.run(_train(config, directory, served))
+        print_summary(summary)
+        print(f"report: {report}")
+
+
+if __name__ == "__main__":
+    entry.run(main)
