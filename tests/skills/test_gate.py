@@ -277,6 +277,7 @@ def test_top_k_never_pads():
     assert not [v for v in verdicts({i: -0.1 for i in EFFECTS}).values() if v[0] == "selected"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([-0.2, -0.1, 0.0, 0.1, 0.2, 0.3]), min_size=6, max_size=6), st.integers(0, 10))
 def test_decision_properties(values, max_active):
     coefficients = dict(zip((c.id for c in assignment.columns(POOL)), values, strict=True))
