@@ -34,8 +34,8 @@ class PairedDifference:
     ties: int
 
 
-def percentile_interval(values: Float[np.ndarray, "D K"], level: float) -> tuple[Float[np.ndarray, " K"], Float[np.ndarray, " K"]]:
-    """The central `level` range of D bootstrap draws of K statistics."""
+def percentile_interval(values: Float[np.ndarray, "D *K"], level: float) -> tuple[Float[np.ndarray, "*K"], Float[np.ndarray, "*K"]]:
+    """The central `level` range of bootstrap draws."""
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return np.asarray(low), np.asarray(high)  # of one-dimensional draws numpy makes scalars
 
@@ -67,14 +67,14 @@ def paired_difference(
         )
     tasks = sorted(first)  # so that the resamples do not depend on the order in which episodes ended
     a, b = (np.array([x[t] for t in tasks], np.float64) for x in (first, second))
-    low, high = percentile_interval(bootstrap_means(b - a, draws=draws, seed=seed)[:, None], level)
+    low, high = percentile_interval(bootstrap_means(b - a, draws=draws, seed=seed), level)
     return PairedDifference(
         tasks=len(tasks),
         first=float(a.mean()),
         second=float(b.mean()),
         difference=float((b - a).mean()),
-        low=low.item(),
-        high=high.item(),
+        low=float(low),
+        high=float(high),
         level=level,
         gains=int((b > a).sum()),
         losses=int((b < a).sum()),
