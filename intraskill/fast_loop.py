@@ -139,7 +139,9 @@ async def sync(parts: Parts, state: TrainState, version: int) -> tuple[Published
     await parts.engine.load_weights(published)
     health = await parts.engine.healthy()
     if health.digest != published.digest or health.weight_version != version:
-        raise weights.WeightsError(f"the engine serves version {health.weight_version} ({health.digest[:12]}), not {version} ({published.digest[:12]})")
+        raise weights.WeightsError(
+            f"the engine serves version {health.weight_version} ({health.digest[:12]}), not {version} ({published.digest[:12]})"
+        )
     weights.prune(directory, {version})
     record = {"version": version, "digest": published.digest, "publish_seconds": written - start, "seconds": time.monotonic() - start}
     return published, record

@@ -69,7 +69,9 @@ def of(config: Any) -> Plan:
     learned = trained * tokens * (8 * params)
     seconds = (played + learned) / (_matmul_rate() * _TRAIN_EFFICIENCY) + 60
     state = params * 4
-    caches = rollout.num_slots * rollout.max_context * 2 * shape.num_kv_heads * shape.head_dim * 4 * (shape.num_layers // shape.full_attention_interval)
+    caches = (
+        rollout.num_slots * rollout.max_context * 2 * shape.num_kv_heads * shape.head_dim * 4 * (shape.num_layers // shape.full_attention_interval)
+    )
     activations = config.grpo.rows_per_microbatch * config.grpo.row_length * shape.num_layers * (shape.hidden_size + shape.intermediate_size) * 4 * 8
     return Plan(
         num_params=params,
