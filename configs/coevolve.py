@@ -7,8 +7,9 @@ published run took 209 to 245 s of rollout a step on four 80 GB devices. Until t
 in the training process, so one host must hold the policy, its optimizer state and the engine's caches.
 """
 
-from configs import pocket
 from ml_collections import ConfigDict
+
+from configs import pocket
 
 
 def get_config(variant: str = "") -> ConfigDict:
