@@ -42,11 +42,11 @@ def _round_starts(rollouts: pd.DataFrame) -> alt.LayerChart:
 
 
 def validation_curve(validation: pd.DataFrame, outcome: str) -> alt.LayerChart:
-    """Bare and masked validation per round, with 95% task-bootstrap intervals."""
+    """Bare and masked validation before training and per round, with 95% task-bootstrap intervals."""
     top = alt.Legend(orient="top")
     color = alt.Color("arm:N", title=None, scale=alt.Scale(domain=["bare", "masked"], range=[BLUE, ORANGE]), legend=top)
     shape = alt.Shape("arm:N", title=None, scale=alt.Scale(domain=["bare", "masked"], range=["circle", "square"]), legend=top)
-    x = alt.X("round:O", title="round (at its frozen checkpoint)", axis=alt.Axis(labelAngle=0))
+    x = alt.X("at:N", title=None, sort=list(dict.fromkeys(validation["at"])), axis=alt.Axis(labelAngle=0))
     base = alt.Chart(validation).encode(x=x, xOffset=alt.XOffset("arm:N"), color=color)
     percent = alt.Axis(format="%") if outcome == "success" else alt.Axis()
     bars = base.mark_rule(strokeWidth=2).encode(
@@ -69,7 +69,7 @@ def condition_results(results: pd.DataFrame, outcome: str) -> alt.LayerChart:
 
 
 def differences(comparisons: pd.DataFrame) -> alt.LayerChart:
-    """Paired differences between test conditions, in points."""
+    """Paired differences in success, in points."""
     rows = comparisons.assign(**{name: 100 * comparisons[name] for name in ("difference", "low", "high")})
     y = alt.Y("comparison:N", title=None, sort=list(rows["comparison"]), axis=alt.Axis(labelLimit=320))
     bars = (
@@ -119,7 +119,7 @@ def mask_rates(inclusion: pd.DataFrame) -> alt.LayerChart:
     """How often each chunk was drawn against how often it should be: points on the diagonal, within the bands."""
     color = alt.Color("round:N", title="round", scale=alt.Scale(scheme="tableau10"))
     scale = alt.Scale(domain=[0, 1])
-    x = alt.X("expected:Q", title="promised share of groups, (1 − q) · rho", scale=scale)
+    x = alt.X("expected:Q", title="promised share of groups: rho, or q for skill-free", scale=scale)
     line = alt.Chart(pd.DataFrame({"at": [0.0, 1.0]})).mark_line(color=GREY, strokeDash=[4, 4]).encode(x="at:Q", y="at:Q")
     bands = (
         alt.Chart(inclusion)

@@ -10,6 +10,7 @@ measured at its end. The bank that the last gate chose lies in the directory aft
 import json
 import os
 import pathlib
+import re
 import statistics as stdlib_statistics
 from collections.abc import Iterable, Mapping
 from itertools import combinations
@@ -24,6 +25,8 @@ from intraskill.skills.bank import Bank
 from intraskill.skills.curriculum import Curriculum
 from intraskill.types import InputError
 
+BASE_VALIDATION = "base-validation"
+VALIDATION = re.compile(r"base-validation|round\d{3}-(bare|masked)")  # what lies in eval/ beside the test conditions
 Z95 = stdlib_statistics.NormalDist().inv_cdf(0.975)
 
 
@@ -51,32 +54,33 @@ def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def inclusion(run: str | os.PathLike[str]) -> pd.DataFrame:
-    """How often each chunk was in a group's mask, beside what q and rho promise: one row per round and chunk, and one for skill-free groups.
+    """How often each chunk was in an assisted group's mask, beside its rho, and how often a group was skill-free, beside q.
 
-    Columns: round, id, groups, observed, expected, low, high. low and high bound what 95% of rounds of that many groups show when the masks are drawn
-    as promised. A chunk is expected in a share (1 - q) rho of all groups, as skill-free groups carry none.
+    Columns: round, id ("skill-free" or a chunk's), groups, observed, expected, low, high. Between low and high lie 95% of rounds of that many groups
+    whose masks are drawn as promised.
     """
     rollouts = metrics(run, "rollout")
     rows = []
     for round_index, curriculum in _curricula(run).items():
         steps = rollouts[rollouts["round"] == round_index]
-        groups = int(steps["generated_groups"].sum()) if len(steps) else 0
-        if not groups or curriculum.withdraw_over:
-            continue  # under withdrawal the promise changes with every group
-        rho = dict(zip(curriculum.chunk_ids, curriculum.rho, strict=True))
-        expected = {"skill-free": curriculum.q} | {i: (1 - curriculum.q) * rho[i] for i in rho}
-        counts = dict.fromkeys(expected, 0.0)
-        for step in steps.to_dict("records"):
-            rates = {"skill-free": step["skill_free_rate"], **step["inclusion"]}
-            for chunk_id in counts:
-                counts[chunk_id] += rates.get(chunk_id, 0.0) * step["generated_groups"]
-        for chunk_id, share in expected.items():
-            half = Z95 * float(np.sqrt(share * (1 - share) / groups))
-            row = {"round": round_index, "id": chunk_id, "groups": groups, "observed": counts[chunk_id] / groups, "expected": share}
-            rows.append({**row, "low": max(0.0, share - half), "high": min(1.0, share + half)})
+        if not len(steps) or curriculum.withdraw_over:
+            continue  # nothing played yet; or, under withdrawal, a promise that changes with every group
+        groups = steps["generated_groups"]
+        free = steps["skill_free_rate"] * groups
+        rows.append(_rate(round_index, "skill-free", curriculum.q, float(free.sum()), float(groups.sum())))
+        for chunk_id, rho in zip(curriculum.chunk_ids, curriculum.rho, strict=True):
+            carried = steps["inclusion"].map(lambda rates, i=chunk_id: rates.get(i, 0.0)) * (groups - free)
+            rows.append(_rate(round_index, chunk_id, rho, float(carried.sum()), float((groups - free).sum())))
     if not rows:
         raise InputError(f"no round of {os.fspath(run)} has both a constant curriculum and rollouts; nothing to compare")
     return pd.DataFrame(rows)
+
+
+def _rate(round_index: int, chunk_id: str, expected: float, count: float, groups: float) -> dict[str, Any]:
+    half = Z95 * float(np.sqrt(expected * (1 - expected) / groups)) if groups else np.nan
+    observed = count / groups if groups else np.nan
+    row = {"round": round_index, "id": chunk_id, "groups": round(groups), "observed": observed, "expected": expected}
+    return {**row, "low": max(0.0, expected - half), "high": min(1.0, expected + half)}
 
 
 # ---------------------------------------------------------------------------------------------------------------- rounds
@@ -136,21 +140,29 @@ def gate_fits(run: str | os.PathLike[str]) -> pd.DataFrame:
 
 
 def validation(run: str | os.PathLike[str], outcome: str = "success") -> pd.DataFrame:
-    """Bare and masked validation at each round's frozen checkpoint, from the gate's own pairs.
+    """Validation before training and at each round's frozen checkpoint: at, arm, tasks, mean, low, high (task bootstrap).
 
-    Columns: round, arm, tasks, mean, low, high (task bootstrap).
+    A round's rows are the gate's own pairs. `at` is "start" or "round N".
     """
     rows = []
+    if (pathlib.Path(run) / "eval" / BASE_VALIDATION).is_dir():
+        rows.append({"at": "start", "arm": "bare", **summarize(scores(run, BASE_VALIDATION, outcome))})
     for round_index, content in _gates(run).items():
         if outcome not in content["outcomes"]:
             continue
         column = content["outcomes"].index(outcome)
         for arm, field in (("bare", 4), ("masked", 3)):  # a row is task, sample, mask, masked outcomes, bare outcomes
-            summary = summarize((r[0], r[field][column]) for r in content["rows"])
-            rows.append({"round": round_index, "arm": arm, **summary})
+            means = statistics.task_means((r[0], float(r[field][column])) for r in content["rows"])
+            rows.append({"at": f"round {round_index}", "arm": arm, **summarize(means)})
     if not rows:
         raise InputError(f"no gate of {os.fspath(run)} has a pair that reports {outcome!r}")
     return pd.DataFrame(rows)
+
+
+def progress(run: str | os.PathLike[str], outcome: str = "success") -> pd.DataFrame:
+    """Bare validation at each round's frozen checkpoint against the policy before training, paired by task; columns as in `comparisons`."""
+    names = sorted(p.parent.name for p in pathlib.Path(run).glob("eval/round[0-9][0-9][0-9]-bare/episodes.jsonl"))
+    return _compare(run, [(BASE_VALIDATION, name) for name in names], outcome)
 
 
 def _gates(run: str | os.PathLike[str]) -> dict[int, Mapping[str, Any]]:
@@ -182,30 +194,37 @@ def episodes(run: str | os.PathLike[str], condition: str) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
+def scores(run: str | os.PathLike[str], condition: str, outcome: str) -> dict[str, float]:
+    """Each task's mean outcome. Technical failures are left out: they say nothing about the policy."""
+    played = episodes(run, condition)
+    scored = played[played["status"] != "technical"]
+    return statistics.task_means(zip(scored["task_id"], scored[outcome].astype(float), strict=True))
+
+
 def conditions(run: str | os.PathLike[str]) -> list[str]:
     """The test conditions in the order of summary.json, or by name where that is not written yet."""
     run = pathlib.Path(run)
     names = list(read_json(run / "summary.json")["test"]) if (run / "summary.json").exists() else []
-    names = names or sorted(p.parent.name for p in run.glob("eval/*/episodes.jsonl"))
+    names = names or sorted(p.parent.name for p in run.glob("eval/*/episodes.jsonl") if not VALIDATION.fullmatch(p.parent.name))
     if not names:
-        raise InputError(f"no condition under {run / 'eval'} has an episodes.jsonl; the run did not get that far")
+        raise InputError(f"no test condition under {run / 'eval'} has an episodes.jsonl; the run did not get that far")
     return names
 
 
 def condition_results(run: str | os.PathLike[str]) -> pd.DataFrame:
-    """One row per test condition and outcome: condition, outcome, tasks, episodes, technical, mean, low, high (task bootstrap), turns, tokens.
+    """One row per test condition and outcome, over scored episodes.
 
-    Technical failures are counted and left out of the means: they say nothing about the policy.
+    Columns: condition, outcome, tasks, mean, low, high (task bootstrap), episodes, technical, and the episodes' mean turns, tokens, protocol_errors
+    and invalid_actions.
     """
     rows = []
     for condition in conditions(run):
         played = episodes(run, condition)
         scored = played[played["status"] != "technical"]
-        usual = {n: float(scored[n].mean()) if n in scored else np.nan for n in ("turns", "tokens")}
+        usual = {n: float(scored[n].mean()) if n in scored else np.nan for n in ("turns", "tokens", "protocol_errors", "invalid_actions")}
         for outcome in ("success", "reward"):
-            summary = summarize(zip(scored["task_id"], scored[outcome], strict=True))
             counts = {"episodes": len(scored), "technical": len(played) - len(scored)}
-            rows.append({"condition": condition, "outcome": outcome, **summary, **counts, **usual})
+            rows.append({"condition": condition, "outcome": outcome, **summarize(scores(run, condition, outcome)), **counts, **usual})
     return pd.DataFrame(rows)
 
 
@@ -214,23 +233,24 @@ def comparisons(run: str | os.PathLike[str], outcome: str = "success") -> pd.Dat
 
     Columns: comparison, tasks, difference, low, high (task-paired bootstrap), and the numbers of tasks that gained, lost and stayed.
     """
-    means = {}
-    for condition in conditions(run):
-        played = episodes(run, condition)
-        scored = played[played["status"] != "technical"]
-        means[condition] = statistics.task_means(zip(scored["task_id"], map(float, scored[outcome]), strict=True))
+    return _compare(run, combinations(conditions(run), 2), outcome)
+
+
+def _compare(run: str | os.PathLike[str], pairs: Iterable[tuple[str, str]], outcome: str) -> pd.DataFrame:
+    # The run's own seed: the intervals are then, digit for digit, those of its summary.json.
+    seed = read_json(pathlib.Path(run) / "config.json").get("seed", 0)
     rows = []
-    for first, second in combinations(means, 2):
-        shared = means[first].keys() & means[second].keys()
-        found = statistics.paired_difference(*({t: means[c][t] for t in shared} for c in (first, second)))
+    for first, second in pairs:
+        a, b = scores(run, first, outcome), scores(run, second, outcome)
+        shared = a.keys() & b.keys()
+        found = statistics.paired_difference({t: a[t] for t in shared}, {t: b[t] for t in shared}, seed=seed)
         row = {"comparison": f"{second} − {first}", "tasks": found.tasks, "difference": found.difference, "low": found.low, "high": found.high}
         rows.append({**row, "gains": found.gains, "losses": found.losses, "ties": found.ties})
     return pd.DataFrame(rows, columns=["comparison", "tasks", "difference", "low", "high", "gains", "losses", "ties"])
 
 
-def summarize(outcomes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Mean over tasks with its 95% task-bootstrap interval, from (task, outcome) pairs."""
-    means = statistics.task_means((task, float(value)) for task, value in outcomes)
+def summarize(means: Mapping[str, float]) -> dict[str, Any]:
+    """Mean over tasks with its 95% task-bootstrap interval, from each task's mean."""
     if not means:
         return {"tasks": 0, "mean": np.nan, "low": np.nan, "high": np.nan}
     values = np.array([means[task] for task in sorted(means)], np.float64)  # sorted, so that the resamples do not depend on who finished first

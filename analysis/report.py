@@ -85,16 +85,15 @@ def page(run: pathlib.Path) -> str:
 
 def _rounds(run: pathlib.Path, section: Section) -> None:
     summary = read_json(run / "summary.json")
-    section.table(pd.DataFrame(summary["rounds"]))
+    section.table(pd.DataFrame(summary["rounds"]).drop(columns=["schema_version"], errors="ignore"))
 
 
 def _learning(run: pathlib.Path, section: Section) -> None:
     rollouts = frames.metrics(run, "rollout")
     section.figure(figures.learning_curve(rollouts), "learning", "Points: one rollout step. Lines: mean of five neighbouring steps.")
-    shown = ["round", "step", "reward", "success", "scored_rate", "all_wrong_rate", "zero_variance_share", "admitted_groups", "generated_groups"]
-    section.table(rollouts[[c for c in [*shown, "mean_turns", "tokens_sampled", "seconds"] if c in rollouts]], "every rollout step", folded=True)
-    updates = frames.metrics(run, "update")
-    section.table(updates.drop(columns=["kind", "time", "index"], errors="ignore"), "every optimizer update", folded=True)
+    hidden = ["kind", "time", "index", "inclusion"]
+    section.table(rollouts.drop(columns=hidden, errors="ignore"), "every rollout step", folded=True)
+    section.table(frames.metrics(run, "update").drop(columns=hidden, errors="ignore"), "every optimizer update", folded=True)
 
 
 def _validation(run: pathlib.Path, section: Section) -> None:
@@ -103,6 +102,11 @@ def _validation(run: pathlib.Path, section: Section) -> None:
         caption = f"Validation {outcome}: mean over tasks and 95% interval over resampled tasks."
         section.figure(figures.validation_curve(rows, outcome), f"validation-{outcome}", caption)
         section.table(rows)
+    gained = frames.progress(run)
+    if len(gained):
+        caption = "Bare success at each round's end against the policy before training, on the same tasks; 95% interval over resampled tasks."
+        section.figure(figures.differences(gained), "progress", caption)
+        section.table(gained)
 
 
 def _conditions(run: pathlib.Path, section: Section) -> None:
@@ -198,6 +202,10 @@ def cell(value: object) -> str:
     """One value as text."""
     if value is None or (isinstance(value, float) and pd.isna(value)):
         return "–"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {cell(v)}" for k, v in value.items()) or "–"
+    if isinstance(value, list):
+        return ", ".join(map(cell, value)) or "–"
     if isinstance(value, float):
         return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 and abs(value) > 1 else f"{value:.4g}"
     return str(value)

@@ -81,7 +81,7 @@ def _smoke(config: ConfigDict) -> None:
     config.name = "pocket-smoke"
     config.shop.update({"num_products": 200, "train": 60, "validation": 16, "test": 16})
     config.schedule.update({"rounds": 2, "steps_per_round": 1})
-    config.rollout.update({"group_size": 4, "groups_per_step": 3, "oversample": 4, "num_slots": 16})
+    config.rollout.update({"group_size": 4, "groups_per_step": 3, "oversample": 4, "num_slots": 16, "decode_rows": 16})
     config.validation.tasks = 16
     config.test.tasks = 16
     config.analysis.max_cards = 4

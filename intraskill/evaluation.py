@@ -184,6 +184,6 @@ def summarise(condition: str, outcomes: Sequence[Outcome], identity: gate.Identi
 
 
 def compare(name: str, first: Result, second: Result, *, seed: int = 0) -> dict[str, Any]:
-    """second - first in success, paired by task, with a percentile bootstrap interval."""
+    """Second - first in success, paired by task, with a percentile bootstrap interval."""
     paired = statistics.paired_difference(first.by_task("success"), second.by_task("success"), seed=seed)
     return {"name": name, "difference": paired.difference, "interval": [paired.low, paired.high], **dataclasses.asdict(paired)}

@@ -139,7 +139,9 @@ async def sync(parts: Parts, state: TrainState, version: int) -> tuple[Published
     await parts.engine.load_weights(published)
     health = await parts.engine.healthy()
     if health.digest != published.digest or health.weight_version != version:
-        raise weights.WeightsError(f"the engine serves version {health.weight_version} ({health.digest[:12]}), not {version} ({published.digest[:12]})")
+        raise weights.WeightsError(
+            f"the engine serves version {health.weight_version} ({health.digest[:12]}), not {version} ({published.digest[:12]})"
+        )
     weights.prune(directory, {version})
     record = {"version": version, "digest": published.digest, "publish_seconds": written - start, "seconds": time.monotonic() - start}
     return published, record
@@ -160,6 +162,13 @@ class Position:
     next_group: int = 0
     round_starts: tuple[int, ...] = ()
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "next_group": self.next_group, "round_starts": list(self.round_starts), "metrics": dict(self.metrics)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Position":
+        return cls(value["step"], value["next_group"], tuple(value["round_starts"]), value["metrics"])
 
     def enter(self, round_index: int) -> "Position":
         """The position at the start of a round, or the same one inside it."""

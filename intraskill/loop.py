@@ -4,7 +4,6 @@ The model update compares episodes within one context; the skill update compares
 goes on from its last complete step: finished evaluations are read, everything after that step is played again.
 """
 
-import dataclasses
 import time
 from typing import Any
 
@@ -77,7 +76,7 @@ async def fast_round(
         parts.metrics.write({"kind": "sync", "round": round_index, "step": step, **record})
         position = position.after(len(groups), parts.metrics.state())
         if position.step % parts.config.checkpoint.every_steps == 0 or position.step % steps_per_round == 0:
-            parts.checkpoints.save(position.step, state, dataclasses.asdict(position))
+            parts.checkpoints.save(position.step, state, position.to_json())
     return state, position, published
 
 
@@ -86,7 +85,7 @@ def restore(parts: Parts) -> tuple[TrainState, Position]:
     if parts.checkpoints.latest() is None:
         return parts.learner.init(parts.policy.params), Position()
     restored = parts.checkpoints.restore(parts.abstract_state())
-    position = Position(**{**restored.position, "round_starts": tuple(restored.position["round_starts"])})
+    position = Position.from_json(restored.position)
     parts.metrics.restore(position.metrics)
     parts.progress.say(f"resumed after step {position.step}")
     return restored.state, position

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
 from intraskill.checkpoint import Checkpointer
 from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
@@ -22,14 +23,13 @@ from intraskill.rollout.agent import Limits
 from intraskill.rollout.chat import Chat, load_tokenizer
 from intraskill.rollout.collect import Rollout
 from intraskill.rollout.jax_engine import JaxEngine
-from intraskill.rollout.scheduler import Shapes
-from intraskill.run_directory import RunDirectory
+from intraskill.run_directory import RunDirectory, read_json
 from intraskill.skills import firewall, gate, records
 from intraskill.skills.analyst import RuleAnalyst
 from intraskill.skills.bank import Bank
 from intraskill.skills.cards import Mechanisms, load_mechanisms
 from intraskill.telemetry import Metrics, Progress
-from intraskill.types import InputError, Published, Sampling, Shop, Task
+from intraskill.types import Engine, InputError, Sampling, Shop, Task
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
@@ -61,9 +61,9 @@ def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     return Policy(shape, params, chat, sampling)
 
 
-def make_learner(config: Any, policy: Policy) -> Learner:
+def make_learner(config: Any, shape: ModelConfig, sampling: Sampling) -> Learner:
     """The learner under the sampler's own temperature and banned ids, on the configured mesh."""
-    settings, sampling = config.grpo, policy.sampling
+    settings = config.grpo
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     if settings.rows_per_microbatch % (sizes[0] * sizes[1]):
         raise InputError(f"grpo.rows_per_microbatch = {settings.rows_per_microbatch} is not a multiple of mesh data x fsdp = {sizes[0] * sizes[1]}")
@@ -75,7 +75,7 @@ def make_learner(config: Any, policy: Policy) -> Learner:
         max_grad_norm=settings.max_grad_norm,
     )
     return qwen35_learner(
-        policy.config,
+        shape,
         sharding.make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)]),
         optimizer,
         ClippedPolicyGradient(settings.clip_low, settings.clip_high),
@@ -87,10 +87,38 @@ def make_learner(config: Any, policy: Policy) -> Learner:
 def make_engine(config: Any, policy: Policy) -> JaxEngine:
     """The embedded engine, with a slot for each episode in play."""
     settings = config.rollout
-    shapes = Shapes(
-        num_slots=settings.num_slots, max_length=settings.max_context, decode_rows=settings.decode_rows, decode_block=settings.decode_block
+    sizes = {"num_slots": settings.num_slots, "max_length": settings.max_context, "decode_rows": settings.decode_rows}
+    return JaxEngine(policy.config, policy.params, seed=config.seed, decode_block=settings.decode_block, **sizes)
+
+
+def make_rollout(config: Any, policy: Policy, engine: Engine, shop: Shop, stream: int, group_size: int) -> Rollout:
+    """The collector's settings for one noise stream."""
+    settings = config.rollout
+    return Rollout(
+        engine=engine,
+        shop=shop,
+        chat=policy.chat,
+        sampling=policy.sampling,
+        limits=Limits(settings.max_context, settings.max_steps),
+        noise=(config.seed, stream),
+        group_size=group_size,
+        concurrency=settings.num_slots,
+        attempts=settings.attempts,
     )
-    return JaxEngine(policy.config, policy.params, shapes=shapes, seed=config.seed)
+
+
+def make_identity(config: Any, policy: Policy, weights_digest: str, shop_identity: str) -> gate.Identity:
+    """What makes episodes comparable: verified weights, sampling and budgets, what spells prompts besides chunks, and the shop.
+
+    Chunks are identified by the gate's plan, which names the hash of the bank and the candidates that hold their texts.
+    """
+    budgets = {"max_context": config.rollout.max_context, "max_steps": config.rollout.max_steps}
+    return gate.Identity(
+        weights=weights_digest,
+        sampling=records.digest({**dataclasses.asdict(policy.sampling), **budgets}),
+        prompt=records.digest(policy.chat.identity),
+        environment=shop_identity,
+    )
 
 
 @dataclasses.dataclass
@@ -114,38 +142,17 @@ class Parts:
 
     def rollout(self, stream: int, *, group_size: int | None = None) -> Rollout:
         """The collector's settings for one noise stream."""
-        settings = self.config.rollout
-        return Rollout(
-            engine=self.engine,
-            shop=self.shop,
-            chat=self.policy.chat,
-            sampling=self.policy.sampling,
-            limits=Limits(settings.max_context, settings.max_steps),
-            noise=(self.config.seed, stream),
-            group_size=group_size or settings.group_size,
-            concurrency=settings.num_slots,
-            attempts=settings.attempts,
-        )
+        return make_rollout(self.config, self.policy, self.engine, self.shop, stream, group_size or self.config.rollout.group_size)
 
-    def identity(self, published: Published) -> gate.Identity:
-        """What makes episodes comparable: verified weights, sampling and budgets, what spells prompts besides chunks, and the shop.
-
-        Chunks are identified by the gate's plan, which names the hash of the bank and the candidates that hold their texts.
-        """
-        settings = self.config.rollout
-        return gate.Identity(
-            weights=published.digest,
-            sampling=records.digest({**dataclasses.asdict(self.policy.sampling), "max_context": settings.max_context, "max_steps": settings.max_steps}),
-            prompt=records.digest(self.policy.chat.identity),
-            environment=self.shop_identity,
-        )
+    def identity(self, weights_digest: str) -> gate.Identity:
+        """What makes episodes comparable; see `make_identity`."""
+        return make_identity(self.config, self.policy, weights_digest, self.shop_identity)
 
     def export(self, state: TrainState) -> Path:
         """The policy as a Hugging Face directory, tokenizer included: `export/` in the run."""
-        directory, source = self.run.path / "export", Path(self.config.model.checkpoint)
+        directory = self.run.path / "export"
         if not directory.exists():  # it appears complete or not at all, so a resumed run need not write it twice
-            files = [p for name in TOKENIZER_FILES if (p := source / name).is_file()]
-            hf.save_hf(directory, self.policy.config, state.params, extra_files=files)
+            export(directory, self.policy.config, state.params, Path(self.config.model.checkpoint))
         return directory
 
     def close(self) -> None:
@@ -188,7 +195,7 @@ def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, sh
         metrics=Metrics(run.path),
         progress=progress,
         policy=policy,
-        learner=make_learner(config, policy),
+        learner=make_learner(config, policy.config, policy.sampling),
         engine=make_engine(config, policy),
         shop=shop,
         shop_identity=shop_identity,
@@ -198,3 +205,28 @@ def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, sh
         general_words=firewall.vocabulary([*wordings, *(chunk.text for chunk in inputs.bank.chunks)]),
         tasks=inputs.tasks,
     )
+
+
+def export(directory: Path, shape: ModelConfig, params: Any, source: Path, dtype: str = "float32") -> None:
+    """Writes `params` in Hugging Face layout with the tokenizer's files of `source`."""
+    files = [path for name in TOKENIZER_FILES if (path := source / name).is_file()]
+    hf.save_hf(directory, shape, params, dtype, files)
+
+
+def export_run(run: Path, directory: Path, dtype: str) -> int:
+    """Exports a run's newest checkpoint; returns its step. Raises InputError when there is none."""
+    path = run / "config.json"
+    if not path.is_file():
+        raise InputError(f"{run} is no run directory (no config.json): give the directory that launch/train.py wrote")
+    if not (run / "checkpoints").is_dir():
+        raise InputError(f"{run} has no checkpoints yet: let the run finish its first step")
+    config = ConfigDict(read_json(path))
+    source = Path(config.model.checkpoint)
+    shape = hf.load_config(source, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
+    checkpoints = Checkpointer(run / "checkpoints", model_config=dataclasses.asdict(shape), keep_last=config.checkpoint.keep)
+    try:
+        restored = checkpoints.restore(make_learner(config, shape, Sampling(1)).abstract_state(model.abstract_params(shape)))
+    finally:
+        checkpoints.close()
+    export(directory, shape, restored.state.params, source, dtype)
+    return restored.step

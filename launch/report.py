@@ -1,28 +1,28 @@
-"""Writes the report of a run: `python launch/report.py --run runs/NAME`, a few seconds, prints the path of `report/index.html`.
+"""Writes the report of a run.
 
-It works on a run at any moment; parts of the record that do not exist yet are noted in the page.
+    python launch/report.py --run=runs/NAME
+
+Takes seconds and prints the path of `report/index.html`. It works on a run at any moment: parts of the record that do not exist yet are noted in
+the page.
 """
 
+import os
 import sys
-from collections.abc import Sequence
 
-from absl import app, flags
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from absl import flags
 
 from analysis.report import write_report
-from intraskill.types import InputError
+from launch import entry
 
-RUN = flags.DEFINE_string("run", None, "Directory of the run.", required=True)
+_RUN = flags.DEFINE_string("run", None, "directory of the run", required=True)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; the run is named with --run")
-    try:
-        print(write_report(RUN.value))
-    except InputError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+def main(_) -> None:
+    with entry.one_line_errors():
+        print(write_report(_RUN.value))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

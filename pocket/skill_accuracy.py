@@ -38,7 +38,9 @@ def kinds(action: Action, wish: Wish) -> list[str]:
     return [*labels, "", {"previous": "leave", "buy now": "buy"}.get(action.argument, "row")]
 
 
-def measure(params: Any, config: ModelConfig, chat: Chat, shop: Shop, *, episodes: int, seed: int, row_length: int = 1152) -> dict[str, tuple[float, int]]:
+def measure(
+    params: Any, config: ModelConfig, chat: Chat, shop: Shop, *, episodes: int, seed: int, row_length: int = 1152
+) -> dict[str, tuple[float, int]]:
     """Accuracy and count by kind, over `episodes` careful demonstrations whose prompts carry every useful skill."""
     rng = random.Random(seed)
     useful = [m for m in mechanisms().values() if m.shopper in PROCEDURES]

@@ -29,7 +29,16 @@ SPANS = (
     "\n</think>\n\n<tool_call>\n<function=click>\n<parameter=target>\n",
     "\n</parameter>\n</function>\n</tool_call>",
 )
-PHRASES = ("| next | back to search", "| next | previous | back to search", "| previous | back to search", "| back to search", "| buy now", "back to search", "buy now", "search page")
+PHRASES = (
+    "| next | back to search",
+    "| next | previous | back to search",
+    "| previous | back to search",
+    "| back to search",
+    "| buy now",
+    "back to search",
+    "buy now",
+    "search page",
+)
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 

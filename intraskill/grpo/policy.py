@@ -9,16 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from intraskill.grpo.learner import Learner, LogProbsFn, OptimizerConfig
 from intraskill.grpo.loss import DeviceBatch, Objective
+from intraskill.models.qwen35 import sharding
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.model import LogProbs, abstract_params, log_probs
 from intraskill.types import InputError
-
-_ROWS_AXES = ("data", "fsdp")
 
 
 def log_probs_fn(config: ModelConfig, *, temperature: float = 1.0, banned_ids: Sequence[int] = ()) -> LogProbsFn:
@@ -80,7 +79,7 @@ def qwen35_learner(
         objective,
         optimizer,
         mesh=mesh,
-        param_shardings=jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), abstract_params(config)),
+        param_shardings=sharding.param_shardings(config, mesh),
         decay_mask=decay_mask(config),
-        rows_axes=_ROWS_AXES,
+        rows_axes=sharding.ROWS[0],
     )

@@ -123,6 +123,11 @@ class Chat:
         return head, tail
 
     @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer owns; a model's embedding may have more rows."""
+        return len(self._tokenizer)
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What, besides tasks and skills, decides the prompts: recorded with every evaluation, compared before episodes are paired."""
         return {"tools": self._tools, "template": self._tokenizer.chat_template, "thinking": self._thinking}

@@ -12,7 +12,8 @@ from intraskill.telemetry import Metrics
 from intraskill.types import Chunk
 
 NUM_ROUNDS, STEPS, TASKS = 2, 5, 60
-CONDITIONS = {"base_bare": 0.4, "base_initial": 0.5, "final_bare": 0.7, "final_final": 0.75}
+CONDITIONS = {"base": 0.4, "base-initial": 0.5, "final": 0.7, "final-full": 0.75}
+VALIDATIONS = {"base-validation": 0.3, "round000-bare": 0.5, "round001-bare": 0.5, "round000-masked": 1.0}
 EFFECTS = {"budget@1": 0.20, "search@1": 0.02, "search@2": 0.15, "colour@1": -0.15, "return@1": 0.10}
 
 
@@ -38,10 +39,12 @@ def write_run(path: pathlib.Path) -> pathlib.Path:
             result.save(run.round(index) / "gate.json")
             bank, contributions = gate.next_bank(pool, result, round_index=index), result.contributions
             success = {"bare_success": 0.5, "masked_success": 0.6}
-            rounds.append({"round": index, **success, "bank_size": len(bank.chunks), "admitted": 20, "seconds": 61.5})
+            rounds.append(
+                {"round": index, **success, "bank_size": len(pool.bank.chunks), "admitted": [c.chunk.id for c in candidates(index)], "seconds": 61.5}
+            )
         bank.save(run.round(NUM_ROUNDS) / "bank.json")
         write_evaluations(path)
-        test = {c: {"success": p, "reward": p, "n": TASKS} for c, p in CONDITIONS.items()}
+        test = {c: {"success": p, "reward": p, "num_episodes": TASKS} for c, p in CONDITIONS.items()}
         write_json(path / "summary.json", {"rounds": rounds, "test": test, "comparisons": [], "versions": {}})
     return path
 
@@ -57,10 +60,11 @@ def write_steps(metrics: Metrics, index: int, plan: curriculum.Curriculum, rng: 
     for s in range(STEPS):
         step = index * STEPS + s
         masks = [curriculum.mask(plan, 40 * step + g) for g in range(40)]
-        inclusion = {i: sum(i in m.chunk_ids for m in masks) / 40 for i in plan.chunk_ids}
-        rates = {"skill_free_rate": sum(m.kind == "skill_free" for m in masks) / 40, "inclusion": inclusion}
+        free = sum(m.kind == "skill_free" for m in masks)
+        inclusion = {i: sum(i in m.chunk_ids for m in masks) / (40 - free) for i in plan.chunk_ids}
+        rates = {"skill_free_rate": free / 40, "inclusion": inclusion}
         success = 0.3 + 0.04 * step + 0.02 * rng.standard_normal()
-        figures = {"reward": success + 0.05, "success": success, "scored_rate": 1.0, "admitted_groups": 16, "generated_groups": 40, "seconds": 3.0}
+        figures = {"reward": success + 0.05, "success": success, "scored_rate": 1.0, "groups_admitted": 16, "generated_groups": 40, "seconds": 3.0}
         metrics.write({"kind": "rollout", "round": index, "step": step, **figures, **rates})
         for _ in range(2):
             metrics.write({"kind": "update", "round": index, "step": step, "loss": 0.1, "grad_norm": float("nan")})
@@ -79,7 +83,7 @@ def measure(pool: CandidatePool, index: int, rng: np.random.Generator) -> gate.G
 
 def write_evaluations(path: pathlib.Path) -> None:
     """The first p * TASKS tasks succeed, so conditions are nested; one more episode failed technically."""
-    for condition, share in CONDITIONS.items():
+    for condition, share in {**CONDITIONS, **VALIDATIONS}.items():
         lines = []
         for i in range(TASKS):
             success = i < round(share * TASKS)

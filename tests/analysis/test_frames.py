@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from analysis import frames
-from intraskill.skills import statistics
+from intraskill.skills import curriculum, statistics
 from intraskill.types import InputError
 from tests.analysis.runs import EFFECTS, NUM_ROUNDS, STEPS, TASKS, write_run
 
@@ -71,23 +71,30 @@ def test_gates_of_another_outcome(run):
 
 
 def test_validation_is_of_the_gates_pairs(run):
-    validation = frames.validation(run).set_index(["round", "arm"])
-    assert validation.loc[(0, "bare"), "mean"] == 0.5  # every second task
-    assert tuple(validation.loc[(1, "masked"), ["mean", "low", "high"]]) == (1, 1, 1)
+    validation = frames.validation(run).set_index(["at", "arm"])
+    assert validation.loc[("round 0", "bare"), "mean"] == 0.5  # every second task
+    assert tuple(validation.loc[("round 1", "masked"), ["mean", "low", "high"]]) == (1, 1, 1)
     # A binomial mean of 60 fair draws: standard error 0.0645, so about 0.5 +- 0.126.
-    assert abs(validation.loc[(0, "bare"), "low"] - 0.374) < 0.02 and abs(validation.loc[(0, "bare"), "high"] - 0.626) < 0.02
-    with pytest.raises(InputError, match="reports 'r_type'"):
-        frames.validation(run, "r_type")
+    assert abs(validation.loc[("round 0", "bare"), "low"] - 0.374) < 0.02 and abs(validation.loc[("round 0", "bare"), "high"] - 0.626) < 0.02
+    assert validation.loc[("start", "bare"), "mean"] == 0.3
+    assert list(dict.fromkeys(validation.reset_index()["at"])) == ["start", "round 0", "round 1"]
+
+
+def test_progress_is_against_the_start(run):
+    gained = frames.progress(run)
+    assert list(gained["comparison"]) == ["round000-bare − base-validation", "round001-bare − base-validation"]
+    assert np.allclose(gained["difference"], 0.2) and list(gained["gains"]) == [12, 12]
 
 
 def test_inclusion_agrees_with_the_promise(run):
     rates = frames.inclusion(run).set_index(["round", "id"])
-    assert rates.loc[(0, "skill-free"), "expected"] == 0.2
-    assert math.isclose(rates.loc[(0, "budget@1"), "expected"], 0.8 * 0.5)
-    assert math.isclose(rates.loc[(1, "budget@1"), "expected"], 0.8 * 0.9)
-    assert (rates["groups"] == 40 * STEPS).all()
-    half = 1.959963984540054 * math.sqrt(0.4 * 0.6 / 200)
-    assert math.isclose(rates.loc[(0, "budget@1"), "high"], 0.4 + half)
+    assert rates.loc[(0, "skill-free"), "expected"] == 0.2 and rates.loc[(0, "skill-free"), "groups"] == 40 * STEPS
+    assert rates.loc[(0, "budget@1"), "expected"] == 0.5 and rates.loc[(1, "budget@1"), "expected"] == 0.9
+    assisted = round(40 * STEPS * (1 - rates.loc[(0, "skill-free"), "observed"]))
+    assert rates.loc[(0, "budget@1"), "groups"] == assisted
+    assert math.isclose(rates.loc[(0, "budget@1"), "high"], 0.5 + 1.959963984540054 * math.sqrt(0.25 / assisted))
+    masks = [curriculum.mask(curriculum.Curriculum.load(run / "rounds" / "000" / "curriculum.json"), g) for g in range(40 * STEPS)]
+    assert math.isclose(rates.loc[(0, "budget@1"), "observed"], sum("budget@1" in m.chunk_ids for m in masks) / assisted)
     # Masks are pure functions of a fixed seed, so this is no gamble: four standard errors hold all eight rates.
     assert ((rates["observed"] - rates["expected"]).abs() <= 2.1 * (rates["high"] - rates["expected"])).all()
 
@@ -95,7 +102,7 @@ def test_inclusion_agrees_with_the_promise(run):
 def test_conditions_and_their_order(run):
     results = frames.condition_results(run)
     success = results[results["outcome"] == "success"].set_index("condition")
-    assert list(success.index) == ["base_bare", "base_initial", "final_bare", "final_final"]
+    assert list(success.index) == ["base", "base-initial", "final", "final-full"]
     assert np.allclose(success["mean"], [0.4, 0.5, 0.7, 0.75])
     assert (success["technical"] == 1).all() and (success["episodes"] == TASKS).all()
     assert (success["low"] < success["mean"]).all() and (success["mean"] < success["high"]).all()
@@ -105,10 +112,10 @@ def test_conditions_and_their_order(run):
 def test_comparisons_are_those_of_the_gate_statistics(run):
     compared = frames.comparisons(run).set_index("comparison")
     assert len(compared) == 6
-    row = compared.loc["final_bare − base_bare"]
+    row = compared.loc["final − base"]
     assert math.isclose(row["difference"], 0.3) and (row["gains"], row["losses"], row["ties"]) == (18, 0, 42)
     first, second = ({f"t{i}": float(i < n) for i in range(TASKS)} for n in (24, 42))
-    expected = statistics.paired_difference(first, second)
+    expected = statistics.paired_difference(first, second, seed=1)
     assert (row["low"], row["high"]) == (expected.low, expected.high)
 
 
@@ -119,7 +126,7 @@ def test_an_empty_run_names_what_is_missing(tmp_path):
 
 
 def test_conditions_without_a_summary_go_by_name(tmp_path):
-    for name in ("b", "a"):
+    for name in ("b", "a", "base-validation", "round001-masked"):
         (tmp_path / "eval" / name).mkdir(parents=True)
         (tmp_path / "eval" / name / "episodes.jsonl").write_text(json.dumps({"task_id": "t", "status": "purchase"}) + "\n")
     assert frames.conditions(tmp_path) == ["a", "b"]

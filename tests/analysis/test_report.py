@@ -54,11 +54,11 @@ def test_the_page_is_whole_and_fetches_nothing(page):
     assert "://" not in page and "@import" not in page
     assert len(set(checker.ids)) == len(checker.ids)
     assert set(re.findall(r"url\(#([^)]*)\)", page)) <= set(checker.ids)
-    assert checker.svgs == 9 and "Not shown" not in page
+    assert checker.svgs == 10 and "Not shown" not in page
 
 
 def test_the_page_shows_the_numbers(page):
-    for part in ("final_bare", "+", "budget@1", "lost to another version", "retired", "round 1", "75.0%"):
+    for part in ("final − base", "round001-bare − base-validation", "budget@1", "lost to another version", "retired", "round 1", "75.0%"):
         assert part in page, part
     assert "budget &lt;1&gt;" in page and "budget <1>" not in page
 
@@ -102,7 +102,18 @@ def test_a_run_of_nothing_is_a_page_of_notes(tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (float("nan"), "–"), (0.123456, "0.1235"), (3.0, "3"), (1.0, "1"), (True, "True"), ("<a>", "<a>"), (1e-9, "1e-09")],
+    [
+        (None, "–"),
+        (float("nan"), "–"),
+        (0.123456, "0.1235"),
+        (3.0, "3"),
+        (1.0, "1"),
+        (True, "True"),
+        ("<a>", "<a>"),
+        (1e-9, "1e-09"),
+        ([], "–"),
+        ({"a": 0.5, "b": ["x", "y"]}, "a 0.5, b x, y"),
+    ],
 )
 def test_cells(value, text):
     assert report.cell(value) == text

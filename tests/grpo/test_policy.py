@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from intraskill.grpo.learner import OptimizerConfig
 from intraskill.grpo.loss import ClippedPolicyGradient, CrossEntropy
@@ -14,6 +13,7 @@ from intraskill.grpo.packing import Episode, pack, split_rows
 from intraskill.grpo.policy import decay_mask, log_probs_fn, qwen35_learner
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.model import init_params, log_probs
+from intraskill.models.qwen35.sharding import make_mesh
 from intraskill.types import InputError
 
 CONFIG = ModelConfig(
@@ -34,7 +34,7 @@ CONFIG = ModelConfig(
 
 
 def mesh(*shape):
-    return Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("data", "fsdp", "tensor"))
+    return make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,9 @@ def test_eight_devices_equal_one(params):
         parts = learner.old_log_probs(state, batch())
         for _ in range(3):
             state, metrics = learner.update(state, parts)
+        assert all(leaf.sharding.num_devices == np.prod(shape) for leaf in jax.tree.leaves(state))
         results.append((jax.tree.map(np.asarray, state), metrics))
+    assert state.params["embed"].addressable_shards[0].data.shape == (16, 8) == state.opt_state[0].mu["embed"].addressable_shards[0].data.shape
     (a, metrics_a), (b, metrics_b) = results
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a.params, b.params)
     assert metrics_a == pytest.approx(metrics_b, rel=1e-4, abs=1e-5)

@@ -81,7 +81,8 @@ class ModelConfig:
             value = getattr(self, field.name)
             if field.type is int:
                 _check(
-                    isinstance(value, int) and not isinstance(value, bool) and value >= 1, f"model {field.name} is {value!r}: give a whole number >= 1"
+                    isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+                    f"model {field.name} is {value!r}: give a whole number >= 1",
                 )
         for part, whole in (
             ("full_attention_interval", "num_layers"),

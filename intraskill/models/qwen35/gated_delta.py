@@ -145,7 +145,9 @@ def chunked(
 
     q, k, v = cut(q), cut(k), cut_by_value_head(v)
     beta, total = cut_by_value_head(beta), jnp.cumsum(cut_by_value_head(g), axis=-1)  # [N, B, H, G, C]
-    decay = jnp.exp(jnp.where(same & lower, total[..., :, None] - total[..., None, :], -jnp.inf))  # masked before exp, which overflows above the diagonal
+    decay = jnp.exp(
+        jnp.where(same & lower, total[..., :, None] - total[..., None, :], -jnp.inf)
+    )  # masked before exp, which overflows above the diagonal
     products = jnp.einsum("nbhik,nbhjk->nbhij", jnp.concatenate([k, q], axis=3), k, precision=_HIGHEST)[:, :, :, None]
     strict = jnp.where(jnp.tril(lower, -1), beta[..., None] * products[..., :chunk, :] * decay, 0)
     inverse = invert_unit_lower(strict.reshape(-1, chunk, chunk)).reshape(strict.shape)

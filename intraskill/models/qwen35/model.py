@@ -218,9 +218,7 @@ def extend(
 def logits(params: Params, config: ModelConfig, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """float32 scores over the vocabulary."""
     table = params["embed"] if config.tie_embeddings else params["head"]
-    return jnp.einsum(
-        "...d,vd->...v", hidden, table.astype(hidden.dtype), precision=precision(hidden.dtype), preferred_element_type=jnp.float32
-    )
+    return jnp.einsum("...d,vd->...v", hidden, table.astype(hidden.dtype), precision=precision(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def log_probs(
