@@ -118,9 +118,7 @@ def _prefixed(names: Sequence[str], layer: int) -> tuple[str, ...]:
 
 def _as_pair(rule: Rule, f: int) -> Rule:
     """gate_up keeps its two halves on an own axis: [in, 2, F]."""
-    return dataclasses.replace(
-        rule, load=lambda t: rule.load(t).reshape(-1, 2, f), save=lambda x: rule.save(x.reshape(x.shape[0], 1, 2 * f))
-    )
+    return dataclasses.replace(rule, load=lambda t: rule.load(t).reshape(-1, 2, f), save=lambda x: rule.save(x.reshape(x.shape[0], 1, 2 * f)))
 
 
 def end_rules(config: ModelConfig) -> list[Rule]:
