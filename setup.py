@@ -59,7 +59,7 @@ setup(
         "cuda": ["jax[cuda12]>=0.10,<0.11"],
         "tpu": ["jax[tpu]>=0.10,<0.11"],
         "sglang": ["sglang>=0.5.18,<0.6"],
-        "analyst": ["openai>=1.60,<3"],
+        "analyst": ["google-genai>=1,<3"],
         "wandb": ["wandb>=0.19,<1"],
         "parity": PARITY,
         "dev": DEV,

@@ -7,7 +7,7 @@ goes on from its last complete step: finished evaluations are read, everything a
 import time
 from typing import Any
 
-from intraskill import evaluation, fast_loop, slow_loop, summary
+from intraskill import evaluation, fast_loop, slow_loop, summary, weights
 from intraskill.evaluation import Result
 from intraskill.fast_loop import Position
 from intraskill.grpo.learner import TrainState
@@ -87,5 +87,6 @@ def restore(parts: Parts) -> tuple[TrainState, Position]:
     restored = parts.checkpoints.restore(parts.abstract_state())
     position = Position.from_json(restored.position)
     parts.metrics.restore(position.metrics)
+    weights.prune(parts.run.path / "weights", range(position.step + 1))  # versions of steps that will be played again
     parts.progress.say(f"resumed after step {position.step}")
     return restored.state, position

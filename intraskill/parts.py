@@ -220,7 +220,7 @@ def export_run(run: Path, directory: Path, dtype: str) -> int:
         raise InputError(f"{run} is no run directory (no config.json): give the directory that launch/train.py wrote")
     if not (run / "checkpoints").is_dir():
         raise InputError(f"{run} has no checkpoints yet: let the run finish its first step")
-    config = ConfigDict(read_json(path))
+    config: Any = ConfigDict(read_json(path))
     source = Path(config.model.checkpoint)
     shape = hf.load_config(source, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
     checkpoints = Checkpointer(run / "checkpoints", model_config=dataclasses.asdict(shape), keep_last=config.checkpoint.keep)

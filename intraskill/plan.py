@@ -90,11 +90,12 @@ def of(config: Any) -> Plan:
 def show(plan: Plan, directory: Path, console: rich.console.Console | None = None) -> None:
     """Prints the plan as a table."""
     table = rich.table.Table(title="plan", show_header=False)
+    generated = f"{plan.generated_episodes:,} generated (more if some fail)"
     rows = {
         "run directory": str(directory),
         "parameters": f"{plan.num_params:,}",
         "schedule": f"{plan.rounds} rounds, {plan.steps} steps, {plan.updates} updates",
-        "episodes": f"{plan.generated_episodes:,} generated (more if some fail), {plan.trained_episodes:,} trained on, {plan.evaluated_episodes:,} evaluated",
+        "episodes": f"{generated}, {plan.trained_episodes:,} trained on, {plan.evaluated_episodes:,} evaluated",
         "time": f"about {plan.seconds / 60:.0f} min on this machine, within a factor of two",
         "memory": f"about {plan.memory_bytes / 1e9:.1f} GB",
         "disk": f"about {plan.disk_bytes / 1e6:.0f} MB",

@@ -48,11 +48,11 @@ class _Writer:
     def __init__(self, chat: Chat, prompt: list[int]):
         self._chat = chat
         self.tokens = list(prompt)
-        self.weights = [0.0] * len(prompt)
+        self.weights: list[float] = [0.0] * len(prompt)
 
     def add(self, ids: tuple[int, ...], weights: tuple[float, ...] | float) -> None:
-        self.tokens += ids
-        self.weights += [weights] * len(ids) if isinstance(weights, float) else weights
+        self.tokens.extend(ids)
+        self.weights.extend([weights] * len(ids) if isinstance(weights, float) else weights)
 
     def episode(self) -> Episode:
         mask = tuple(w > 0 for w in self.weights)

@@ -42,7 +42,7 @@ class Shapes:
     max_length: int
     num_prompts: int = 8
     decode_rows: int = 32
-    decode_block: int = 4
+    decode_block: int = 8
     prefill_buckets: tuple[int, ...] = (16, 32, 64, 128, 256)
     prefill_tokens: int = 128
 

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout import models
+from rollout import fakes, models
 
 from intraskill import weights
 from intraskill.models.qwen35 import model
+from intraskill.rollout.agent import Limits
+from intraskill.rollout.collect import Assignment, Rollout, collect_groups
 from intraskill.rollout.jax_engine import JaxEngine
 from intraskill.rollout.slot_programs import sample
-from intraskill.types import EngineError, InputError, Sampling, Session
+from intraskill.types import EngineError, InputError, Mask, MaskKind, Sampling, Session, ShopError, Status
 
 CONFIG = models.config()
 MAX_LENGTH = 96
@@ -314,13 +316,35 @@ async def test_refused_requests(engine):
             await engine.generate(tokens, session=Session("s", (0,)), sampling=dataclasses.replace(SAMPLING, **sampling))
 
     await refused(EngineError, "90 prompt tokens and 9 new ones exceed the engine's max_length, 96", tokens=[5] * 90)
-    await refused(EngineError, r"ids in \[0, 40\)", tokens=(5, 40))
+    await refused(EngineError, r"ids in \[0, 96\)", tokens=(5, 96))
     await refused(EngineError, "at least one", tokens=())
     await refused(InputError, "top_p 0.9", top_p=0.9)
     await refused(InputError, "top_k 5", top_k=5)
     await refused(InputError, "9 stop ids", stop_ids=tuple(range(9)))
-    await refused(InputError, "leave one to sample", banned_ids=tuple(range(40)))
+    await refused(InputError, "leave one to sample", banned_ids=tuple(range(96)))
     assert not engine._scheduler.busy
+
+
+async def test_dropped_connections_do_not_change_what_is_learned(engine):
+    """Groups played against a shop that fails every other call hold the tokens that a healthy shop gets."""
+    sampling = dataclasses.replace(fakes.SAMPLING, max_new_tokens=12, banned_ids=tuple(range(4, CONFIG.vocab_size)))
+
+    async def collect(shop):
+        rollout = Rollout(engine, shop, fakes.Chat(), sampling, Limits(80, 6), (3, 1), 3, concurrency=6, attempts=30, backoff=0.0)
+        assignments = [Assignment(i, fakes.TASK, Mask(MaskKind.SKILL_FREE), ()) for i in range(4)]
+        groups = await collect_groups(rollout, assignments, lambda g: None)
+        assert not engine._scheduler._episodes
+        return [[(t.tokens, t.loss_mask, t.logprobs, t.status, t.reward) for t in g.trajectories] for g in groups]
+
+    def fault(step):
+        if step % 2:
+            raise ShopError("connection reset")
+
+    healthy, faulty = await collect(fakes.Shop()), fakes.Shop(fault=fault)
+    assert await collect(faulty) == healthy
+    assert len(faulty.opened) == 12 + (len(faulty.calls) + 1) // 2 > 14
+    assert Status.PURCHASE in {status for group in healthy for _, _, _, status, _ in group}
+    assert len({tokens for group in healthy for tokens, *_ in group}) > 6
 
 
 async def test_the_sets_of_banned_ids_are_bounded(engine):

@@ -39,7 +39,7 @@ def attend_packed(
     for start in range(0, length, block):
         end = min(start + block, length)
         same = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
-        causal = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        causal = (jnp.arange(start, end)[:, None] >= jnp.arange(end)[None])[None]
         outs.append(attend(q[:, start:end], k[:, :, :end], v[:, :, :end], same & causal))
     return jnp.concatenate(outs, axis=1)
 
@@ -64,10 +64,10 @@ def attend_cached(
     """Causal attention of T new tokens, the first at position `start`, over a cache that holds them already."""
     length = q.shape[1]
     if length == 1:
-        return _attend_one(q[:, 0], k, v, jnp.arange(k.shape[2]) <= start[:, None])[:, None]
+        return _attend_one(q[:, 0], k, v, jnp.arange(k.shape[2])[None] <= start[:, None])[:, None]
     outs = []
     for begin in range(0, length, _MIN_BLOCK):
         end = min(begin + _MIN_BLOCK, length)
-        position = start[:, None] + jnp.arange(begin, end)
-        outs.append(attend(q[:, begin:end], k, v, jnp.arange(k.shape[2]) <= position[..., None]))
+        position = start[:, None] + jnp.arange(begin, end)[None]
+        outs.append(attend(q[:, begin:end], k, v, jnp.arange(k.shape[2])[None, None] <= position[..., None]))
     return jnp.concatenate(outs, axis=1)

@@ -151,6 +151,9 @@ class ModelConfig:
         )
         missing = sorted(key for key in _HF_KEYS.values() if key not in text)
         _check(not missing, f"config.json lacks {', '.join(missing)}: is it complete, and of a Qwen3.5 model?")
+        for key in _HF_KEYS.values():
+            kinds = (int, float) if key == "rms_norm_eps" else int
+            _check(isinstance(text[key], kinds) and not isinstance(text[key], bool), f"config.json: {key} is {text[key]!r}, expected a number")
         for key, expected in (("hidden_act", "silu"), ("attention_bias", False), ("attn_output_gate", True)):
             _check(text.get(key, expected) == expected, f"config.json: {key} is {text[key]!r}, only {expected!r} is supported" if key in text else "")
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

@@ -31,7 +31,7 @@ def _matmul(a: Float[Array, "... m k"], b: Float[Array, "... k n"]) -> Float[Arr
 def causal_conv(x: Float[Array, "B T H E"], weight: Float[Array, "K H E"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T H E"]:
     """Depthwise convolution over the last K tokens of the same segment, as K shifted products."""
     taps, length = weight.shape[0], x.shape[1]
-    weight = weight.astype(x.dtype)
+    weight = weight.astype(x.dtype)[:, None, None]
     out = x * weight[taps - 1]
     for shift in range(1, min(taps, length)):
         same = segment_ids[:, shift:] == segment_ids[:, :-shift]
@@ -44,7 +44,8 @@ def conv_window(window: Float[Array, "B W H E"], weight: Float[Array, "K H E"]) 
     """The same convolution where the K - 1 tokens before the first one are given: T = W - K + 1."""
     taps = weight.shape[0]
     length = window.shape[1] - taps + 1
-    return sum(window[:, i : i + length] * weight[i].astype(window.dtype) for i in range(taps))
+    weight = weight.astype(window.dtype)[:, None, None]
+    return sum(window[:, i : i + length] * weight[i] for i in range(taps))
 
 
 def l2_norm(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
@@ -57,10 +58,10 @@ def _invert(strict: Float[Array, "n C C"]) -> Float[Array, "n C C"]:
     index = jnp.arange(size)
 
     def same_block(side: int):
-        return index[:, None] // side == index[None, :] // side
+        return (index[:, None] // side == index[None, :] // side)[None]
 
     power = -jnp.where(same_block(_BASE), strict, 0)
-    inverse = jnp.eye(size, dtype=strict.dtype) + power
+    inverse = jnp.eye(size, dtype=strict.dtype)[None] + power
     for _ in range(2):  # (I - A)(I + A^2)(I + A^4): A^8 = 0 inside a block
         power = _matmul(power, power)
         inverse += _matmul(inverse, power)
@@ -141,7 +142,9 @@ def chunked(
     from_state = (segments == before[..., None])[:, :, None, None]  # [N, B, 1, 1, C]
     to_state = (segments == segments[..., -1:])[:, :, None, None]
     same = (segments[..., :, None] == segments[..., None, :])[:, :, None, None]  # [N, B, 1, 1, C, C]
-    lower = jnp.tril(jnp.ones((chunk, chunk), bool))
+    column = jnp.arange(chunk)
+    lower = (column[:, None] >= column[None])[None, None, None, None]
+    strictly_lower = (column[:, None] > column[None])[None, None, None, None]
 
     q, k, v = cut(q), cut(k), cut_by_value_head(v)
     beta, total = cut_by_value_head(beta), jnp.cumsum(cut_by_value_head(g), axis=-1)  # [N, B, H, G, C]
@@ -149,7 +152,7 @@ def chunked(
         jnp.where(same & lower, total[..., :, None] - total[..., None, :], -jnp.inf)
     )  # masked before exp, which overflows above the diagonal
     products = jnp.einsum("nbhik,nbhjk->nbhij", jnp.concatenate([k, q], axis=3), k, precision=_HIGHEST)[:, :, :, None]
-    strict = jnp.where(jnp.tril(lower, -1), beta[..., None] * products[..., :chunk, :] * decay, 0)
+    strict = jnp.where(strictly_lower, beta[..., None] * products[..., :chunk, :] * decay, 0)
     inverse = invert_unit_lower(strict.reshape(-1, chunk, chunk)).reshape(strict.shape)
     pieces = (
         jnp.concatenate([k, q], axis=3),

@@ -24,14 +24,14 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -
     """`x / rms(x) * (1 + weight)`: the weight is centred on zero, and applied before the cast back."""
     x32 = x.astype(jnp.float32)
     normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (normed * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    return (normed * jnp.expand_dims(1.0 + weight.astype(jnp.float32), range(x.ndim - 1))).astype(x.dtype)
 
 
 def rotation(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
     """Cosines and sines of the rotary embedding, the same for all heads of all layers."""
     half = config.rotary_dim // 2
     frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions.astype(jnp.float32)[:, :, None, None] * frequency
+    angle = positions.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
     return jnp.cos(angle), jnp.sin(angle)
 
 

@@ -43,14 +43,16 @@ def split_conv(config: ModelConfig, mixed: Float[Array, "B T H E"]) -> tuple[Arr
 def gates(p: dict[str, Any], x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H G"], Float[Array, "B T H G"]]:
     """Write strength and log decay per value head, float32."""
     b, a = jnp.split(project("btd,dhc->bthc", x, p["ba"]), 2, axis=-1)
-    decay = jax.nn.softplus(a.astype(jnp.float32) + p["dt_bias"].astype(jnp.float32))
-    return jax.nn.sigmoid(b).astype(jnp.float32), -jnp.exp(p["a_log"].astype(jnp.float32)) * decay
+    decay = jax.nn.softplus(a.astype(jnp.float32) + p["dt_bias"].astype(jnp.float32)[None, None])
+    return jax.nn.sigmoid(b).astype(jnp.float32), -jnp.exp(p["a_log"].astype(jnp.float32))[None, None] * decay
 
 
 def linear_out(config: ModelConfig, p: dict[str, Any], out: Float[Array, "B T H G V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Norm per value head, gate by z, project back. Unlike the other norms, this one's weight is a plain factor and comes after the cast."""
     out = out.astype(x.dtype).astype(jnp.float32)
-    normed = (out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + config.rms_eps)).astype(x.dtype) * p["norm"].astype(x.dtype)
+    normed = (out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + config.rms_eps)).astype(x.dtype) * p["norm"].astype(x.dtype)[
+        None, None, None, None
+    ]
     z = project("btd,dhe->bthe", x, p["z"]).astype(jnp.float32)
     gated = (normed.reshape(z.shape).astype(jnp.float32) * jax.nn.silu(z)).astype(x.dtype)
     return project("bthe,hed->btd", gated, p["out"])
@@ -152,10 +154,10 @@ def _extend_linear(
         out = out[:, None]
         conv = jnp.where(active, window[:, 1:].astype(old["conv"].dtype), old["conv"])
     else:
-        real = (jnp.arange(length) < num_new[:, None])[:, :, None, None]
+        real = (jnp.arange(length)[None] < num_new[:, None])[:, :, None, None]
         one_segment = jnp.zeros((x.shape[0], length), jnp.int32)
         out, state = chunked(q, k, v, jnp.where(real, beta, 0), jnp.where(real, g, 0), one_segment, old["state"], config.chunk_size)
-        newest = num_new[:, None] + jnp.arange(taps - 1)
+        newest = num_new[:, None] + jnp.arange(taps - 1)[None]
         conv = jnp.take_along_axis(window, newest[:, :, None, None], axis=1).astype(old["conv"].dtype)
     state = jnp.where(active[..., None], state, old["state"])
     return linear_out(config, p, out, x), {"conv": conv, "state": state}
@@ -171,7 +173,7 @@ def _extend_full(
     num_new: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
     q, gate, k, v = attention_inputs(config, p, x, *rotary)
-    slot, offset = jnp.arange(x.shape[0])[:, None], jnp.arange(x.shape[1])
+    slot, offset = jnp.arange(x.shape[0])[:, None], jnp.arange(x.shape[1])[None]
     # Padding goes beyond the last row of the cache, where writes are dropped.
     column = jnp.where(offset < num_new[:, None], start[:, None] + offset, old["k"].shape[2])
     keys = old["k"].at[slot, :, column].set(k.astype(old["k"].dtype), mode="drop")
@@ -195,7 +197,7 @@ def extend(
     Returns:
       The hidden state after the final norm at each slot's last new token (undefined for slots with 0), and the new cache.
     """
-    positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
+    positions = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
     rotary = rotation(config, positions)
     x = embed(params, config, tokens)
     layers = {}
@@ -247,7 +249,7 @@ def log_probs(
     def score(hidden: Float[Array, "n D"], targets: Int[Array, " n"]) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
         scores = logits(params, config, hidden) / temperature
         if banned is not None:
-            scores = jnp.where(banned, MASKED, scores)
+            scores = jnp.where(banned[None], MASKED, scores)
         log_total = jax.nn.logsumexp(scores, axis=-1)
         chosen = jnp.take_along_axis(scores, targets[:, None], axis=-1)[:, 0]
         return chosen - log_total, log_total - jnp.sum(jnp.exp(scores - log_total[:, None]) * scores, axis=-1)
