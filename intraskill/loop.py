@@ -81,12 +81,13 @@ async def fast_round(
 
 
 def restore(parts: Parts) -> tuple[TrainState, Position]:
-    """The newest checkpoint, or the start."""
+    """The newest checkpoint, or the start; what a killed process left of later steps is dropped."""
     if parts.checkpoints.latest() is None:
-        return parts.learner.init(parts.policy.params), Position()
-    restored = parts.checkpoints.restore(parts.abstract_state())
-    position = Position.from_json(restored.position)
+        state, position = parts.learner.init(parts.policy.params), Position(metrics={"num_lines": 0})
+    else:
+        restored = parts.checkpoints.restore(parts.abstract_state())
+        state, position = restored.state, Position.from_json(restored.position)
+        parts.progress.say(f"resumed after step {position.step}")
     parts.metrics.restore(position.metrics)
     weights.prune(parts.run.path / "weights", range(position.step + 1))  # versions of steps that will be played again
-    parts.progress.say(f"resumed after step {position.step}")
-    return restored.state, position
+    return state, position
