@@ -11,6 +11,7 @@ import dataclasses
 import random
 
 from shop_env.catalog import Catalog, Product
+from shop_env.errors import InvalidSetting
 from shop_env.tasks import Goal, Task, World, split_tasks
 
 TYPES: tuple[str, ...] = tuple(
@@ -56,7 +57,7 @@ class SyntheticConfig:
     def __post_init__(self):
         wanted = sum(n for _, n in self.split_sizes)
         if wanted > self.num_products:
-            raise ValueError(f"{wanted} tasks need as many products, got num_products={self.num_products}: raise it or ask for fewer tasks")
+            raise InvalidSetting(f"{wanted} tasks need as many products, got num_products={self.num_products}: raise it or ask for fewer tasks")
 
 
 def _stocked(rng: random.Random, values: tuple[str, ...] | list[str], probability: float) -> list[str]:
