@@ -16,7 +16,7 @@ from intraskill.grpo.advantages import group_advantages
 from intraskill.grpo.learner import TrainState
 from intraskill.grpo.packing import Episode, pack, split_rows
 from intraskill.grpo.sampling_filter import Admission, admit, is_uniform
-from intraskill.parts import TRAIN, Parts
+from intraskill.parts import TRAIN, Parts, packing_options
 from intraskill.rollout import records
 from intraskill.rollout.collect import Assignment, collect_until
 from intraskill.run_directory import write_json
@@ -111,14 +111,7 @@ def update(parts: Parts, state: TrainState, admitted: Sequence[Group], round_ind
             for g in share
             for t, a in zip(g.trajectories, group_advantages(g.rewards, divide_by_std=settings.normalise_std), strict=True)
         ]
-        batch, report = pack(
-            episodes,
-            row_length=settings.row_length,
-            max_trained_per_row=settings.trained_per_row,
-            rows_multiple_of=settings.rows_per_microbatch,
-            overlong=settings.overlong,
-            aggregation=settings.aggregation,
-        )
+        batch, report = pack(episodes, **packing_options(parts.config))
         prepared.append((parts.learner.old_log_probs(state, split_rows(batch, settings.rows_per_microbatch)), report))
     for microbatches, report in prepared:
         start = time.monotonic()

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from intraskill.checkpoint import Checkpointer
 from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
 from intraskill.grpo.loss import ClippedPolicyGradient
+from intraskill.grpo.packing import pack
 from intraskill.grpo.policy import qwen35_learner
 from intraskill.models.qwen35 import hf, model, sharding
 from intraskill.models.qwen35.config import ModelConfig
@@ -35,6 +36,75 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 # Noise streams: the same group index means different random numbers in each.
 TRAIN, RETRY, VALIDATE_BARE, VALIDATE_MASKED, TEST = range(5)
+
+
+# The least value of each size; what must fit together is checked in `check_settings` and where the parts are built.
+ROLLOUT_SIZES = {
+    "seed": 0,
+    "rollout.max_new_tokens": 1,
+    "rollout.max_context": 2,
+    "rollout.max_steps": 1,
+    "rollout.num_slots": 1,
+    "rollout.decode_rows": 1,
+    "rollout.decode_block": 1,
+    "rollout.attempts": 1,
+}
+_SIZES = {
+    **ROLLOUT_SIZES,
+    "schedule.rounds": 1,
+    "schedule.steps_per_round": 1,
+    "rollout.group_size": 2,  # the advantage compares episodes of a group
+    "rollout.groups_per_step": 1,
+    "rollout.max_technical_in_a_row": 1,
+    "grpo.updates_per_step": 1,
+    "analysis.max_cards": 0,
+    "analysis.max_candidates": 0,
+    "validation.tasks": 1,
+    "validation.samples": 1,
+    "test.tasks": 1,
+    "test.samples": 1,
+    "mesh.data": 1,
+    "mesh.fsdp": 1,
+    "mesh.tensor": 1,
+    "checkpoint.every_steps": 1,
+    "checkpoint.keep": 1,
+}
+
+
+def check_sizes(config: Any, least: Mapping[str, int]) -> None:
+    """Raises InputError for the first key of `least` whose value in `config` is smaller."""
+    for key, smallest in least.items():
+        section, _, name = key.rpartition(".")
+        value = (config[section] if section else config)[name]
+        if value < smallest:
+            raise InputError(f"{key} = {value}: must be >= {smallest}")
+
+
+def check_settings(config: Any) -> None:
+    """Refuses settings of a training run that no stage could work with, before anything is built."""
+    check_sizes(config, _SIZES)
+    rollout, chances = config.rollout, config.curriculum
+    if rollout.temperature <= 0:
+        raise InputError(f"rollout.temperature = {rollout.temperature}: must be > 0, training needs the probabilities that were sampled from")
+    for small, large in (("rollout.groups_per_step", "rollout.oversample"), ("grpo.updates_per_step", "rollout.groups_per_step")):
+        low, high = (config[s][n] for s, n in (small.split("."), large.split(".")))
+        if low > high:
+            raise InputError(f"{large} = {high} is below {small} = {low}: raise the one or lower the other")
+    if not (0 <= chances.q <= 1 and 0 <= chances.rho_min <= chances.rho_max <= 1 and 0 <= chances.rho_unmeasured <= 1):
+        values = ", ".join(f"{k} = {v}" for k, v in sorted(chances.items()))
+        raise InputError(f"curriculum: {values}: all are probabilities, and rho_min may not exceed rho_max")
+
+
+def packing_options(config: Any) -> dict[str, Any]:
+    """How episodes are packed into rows for the learner: arguments of `grpo.packing.pack`."""
+    settings = config.grpo
+    return {
+        "row_length": settings.row_length,
+        "max_trained_per_row": settings.trained_per_row,
+        "rows_multiple_of": settings.rows_per_microbatch,
+        "overlong": settings.overlong,
+        "aggregation": settings.aggregation,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +237,11 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a run is given, read and checked before its directory exists."""
+    """What a run is given and what is made from it, read and checked before its directory exists."""
 
     policy: Policy
+    learner: Learner
+    engine: JaxEngine
     bank: Bank
     mechanisms: Mechanisms
     tasks: Mapping[str, Sequence[Task]]
@@ -182,11 +254,13 @@ async def load(config: Any, shop: Shop) -> Inputs:
     for name, wanted in (("validation", config.validation.tasks), ("test", config.test.tasks), ("train", 1)):
         if len(tasks[name]) < wanted:
             raise InputError(f"{name}.tasks = {wanted}, but the shop's split has {len(tasks[name])}: lower it or give the shop more tasks")
-    return Inputs(policy, Bank.load(config.bank.path), load_mechanisms(config.bank.mechanisms), tasks)
+    bank, mechanisms = Bank.load(config.bank.path), load_mechanisms(config.bank.mechanisms)
+    pack([], **packing_options(config))  # checks the options
+    return Inputs(policy, make_learner(config, policy.config, policy.sampling), make_engine(config, policy), bank, mechanisms, tasks)
 
 
 def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, shop: Shop, shop_identity: str) -> Parts:
-    """Builds engine, learner, analyst and records around `inputs`."""
+    """Builds analyst and records around `inputs`."""
     policy = inputs.policy
     wordings = [text for options in inputs.mechanisms.values() for wording in options for text in wording.texts]
     return Parts(
@@ -195,8 +269,8 @@ def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, sh
         metrics=Metrics(run.path),
         progress=progress,
         policy=policy,
-        learner=make_learner(config, policy.config, policy.sampling),
-        engine=make_engine(config, policy),
+        learner=inputs.learner,
+        engine=inputs.engine,
         shop=shop,
         shop_identity=shop_identity,
         analyst=RuleAnalyst(shop, inputs.mechanisms),

@@ -35,6 +35,8 @@ async def _evaluate(config, served: shops.Served) -> evaluation.Result:
         shop = shops.ClientShop(client)
         policy = parts.load_policy(config, await shop.tools())
         bank = Bank.load(condition.bank) if condition.bank else Bank(())
+        if condition.samples < 1:
+            raise InputError(f"condition.samples = {condition.samples}: give at least 1")
         tasks = await shop.tasks(condition.split)
         if not 0 < condition.tasks <= len(tasks):
             raise InputError(f"condition.tasks = {condition.tasks}, but split {condition.split!r} has {len(tasks)} tasks: choose 1 to {len(tasks)}")
@@ -55,6 +57,7 @@ async def _evaluate(config, served: shops.Served) -> evaluation.Result:
 def main(_) -> None:
     config = _CONFIG.value
     with entry.one_line_errors():
+        parts.check_sizes(config, parts.ROLLOUT_SIZES)
         with shops.serve(config) as served:
             result = asyncio.run(_evaluate(config, served))
         table = rich.table.Table(title=config.name, show_header=False)

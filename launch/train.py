@@ -49,6 +49,7 @@ def main(_) -> None:
     config = _CONFIG.value
     directory = Path(config.runs_directory) / config.name
     with entry.one_line_errors(f"; go on with: python {' '.join([*(a for a in sys.argv if a != '--resume'), '--resume'])}"):
+        parts.check_settings(config)
         planned = plan.of(config)
         plan.show(planned, directory)
         if _DRY_RUN.value:
