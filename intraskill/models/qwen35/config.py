@@ -200,13 +200,14 @@ class ModelConfig:
 
 def _interval(text: Mapping[str, Any]) -> int:
     """The interval at which full attention recurs, from either of the two keys; when both are there they must agree."""
-    types, interval = text.get("layer_types"), text.get("full_attention_interval")
+    interval, types = text.get("full_attention_interval"), text.get("layer_types")
     _check(types is not None or interval is not None, "config.json lacks layer_types and full_attention_interval: one of them is needed")
+    kinds = list(types or ())
     if interval is None:
-        types = list(types or ())
-        _check("full_attention" in types, "config.json: layer_types holds no full_attention layer, which is not a Qwen3.5 model")
-        interval = types.index("full_attention") + 1
+        _check("full_attention" in kinds, "config.json: layer_types holds no full_attention layer, which is not a Qwen3.5 model")
+        interval = kinds.index("full_attention") + 1
+    _check(isinstance(interval, int) and interval >= 1, f"config.json: full_attention_interval is {interval!r}, expected a number >= 1")
     if types is not None:
         expected = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(text["num_hidden_layers"])]
-        _check(list(types) == expected, f"config.json: layer_types does not repeat full_attention every {interval} layers over num_hidden_layers")
+        _check(kinds == expected, f"config.json: layer_types does not repeat full_attention every {interval} layers over num_hidden_layers")
     return interval
