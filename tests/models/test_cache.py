@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import tiny
 
 from intraskill.models.qwen35 import cache
-from models import tiny
 
 SLOTS, LENGTH = 3, 40
 # (new tokens per slot, columns): prefill, single steps, more than a chunk at once, a slot that sits out.

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import tiny
 from safetensors.numpy import load_file, save_file
 
 from intraskill.models.qwen35 import hf, model
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.types import InputError
-from models import tiny
 
 
 def assert_equal_trees(a, b):

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import tiny
 
 from intraskill.models.qwen35 import gated_delta, model
-from models import tiny
 
 WIDTH = 24
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models import tiny
 
 from intraskill.models.qwen35 import model
-from models import tiny
 
 WIDTH = 48
 

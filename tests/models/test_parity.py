@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import tiny
 
 from intraskill.models.qwen35 import cache, hf, model
-from models import tiny
 
 torch = pytest.importorskip("torch")
 qwen = pytest.importorskip("transformers.models.qwen3_5")

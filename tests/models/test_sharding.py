@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from models import tiny
 
 from intraskill.models.qwen35 import model, sharding
 from intraskill.models.qwen35.params import logical_axes
 from intraskill.types import InputError
-from models import tiny
 
 if len(jax.devices()) < 8:
     pytest.skip("needs 8 devices", allow_module_level=True)

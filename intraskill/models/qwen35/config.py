@@ -79,11 +79,10 @@ class ModelConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is int:
-                _check(
-                    isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-                    f"model {field.name} is {value!r}: give a whole number >= 1",
-                )
+            if field.type is not int:
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            _check(whole and value >= 1, f"model {field.name} is {value!r}: give a whole number >= 1")
         for part, whole in (
             ("full_attention_interval", "num_layers"),
             ("num_kv_heads", "num_heads"),
@@ -92,8 +91,8 @@ class ModelConfig:
             small, large = getattr(self, part), getattr(self, whole)
             _check(large % small == 0, f"model {whole} is {large}: it must be a multiple of {part}, {small}")
         _check(
-            self.rotary_dim >= 2 and self.rotary_dim % 2 == 0 and self.rotary_dim <= self.head_dim,
-            f"model partial_rotary_factor is {self.partial_rotary_factor}: times head_dim {self.head_dim} it must give an even number from 2 to head_dim",
+            2 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
+            f"model partial_rotary_factor is {self.partial_rotary_factor}: times head_dim {self.head_dim} it must give an even number, 2 to head_dim",
         )
         _check(
             self.chunk_size >= 8 and self.chunk_size & (self.chunk_size - 1) == 0, f"model chunk_size is {self.chunk_size}: give a power of two >= 8"
@@ -201,12 +200,14 @@ class ModelConfig:
 
 def _interval(text: Mapping[str, Any]) -> int:
     """The interval at which full attention recurs, from either of the two keys; when both are there they must agree."""
-    types, interval = text.get("layer_types"), text.get("full_attention_interval")
+    interval, types = text.get("full_attention_interval"), text.get("layer_types")
     _check(types is not None or interval is not None, "config.json lacks layer_types and full_attention_interval: one of them is needed")
+    kinds = list(types or ())
     if interval is None:
-        _check("full_attention" in types, "config.json: layer_types holds no full_attention layer, which is not a Qwen3.5 model")
-        interval = types.index("full_attention") + 1
+        _check("full_attention" in kinds, "config.json: layer_types holds no full_attention layer, which is not a Qwen3.5 model")
+        interval = kinds.index("full_attention") + 1
+    _check(isinstance(interval, int) and interval >= 1, f"config.json: full_attention_interval is {interval!r}, expected a number >= 1")
     if types is not None:
         expected = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(text["num_hidden_layers"])]
-        _check(list(types) == expected, f"config.json: layer_types does not repeat full_attention every {interval} layers over num_hidden_layers")
+        _check(kinds == expected, f"config.json: layer_types does not repeat full_attention every {interval} layers over num_hidden_layers")
     return interval

@@ -45,7 +45,10 @@ def conv_window(window: Float[Array, "B W H E"], weight: Float[Array, "K H E"]) 
     taps = weight.shape[0]
     length = window.shape[1] - taps + 1
     weight = weight.astype(window.dtype)[:, None, None]
-    return sum(window[:, i : i + length] * weight[i] for i in range(taps))
+    out = window[:, :length] * weight[0]
+    for i in range(1, taps):
+        out += window[:, i : i + length] * weight[i]
+    return out
 
 
 def l2_norm(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
@@ -148,9 +151,8 @@ def chunked(
 
     q, k, v = cut(q), cut(k), cut_by_value_head(v)
     beta, total = cut_by_value_head(beta), jnp.cumsum(cut_by_value_head(g), axis=-1)  # [N, B, H, G, C]
-    decay = jnp.exp(
-        jnp.where(same & lower, total[..., :, None] - total[..., None, :], -jnp.inf)
-    )  # masked before exp, which overflows above the diagonal
+    difference = jnp.where(same & lower, total[..., :, None] - total[..., None, :], -jnp.inf)
+    decay = jnp.exp(difference)  # masked before, since above the diagonal it would overflow
     products = jnp.einsum("nbhik,nbhjk->nbhij", jnp.concatenate([k, q], axis=3), k, precision=_HIGHEST)[:, :, :, None]
     strict = jnp.where(strictly_lower, beta[..., None] * products[..., :chunk, :] * decay, 0)
     inverse = invert_unit_lower(strict.reshape(-1, chunk, chunk)).reshape(strict.shape)

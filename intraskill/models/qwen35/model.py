@@ -50,9 +50,8 @@ def gates(p: dict[str, Any], x: Float[Array, "B T D"]) -> tuple[Float[Array, "B 
 def linear_out(config: ModelConfig, p: dict[str, Any], out: Float[Array, "B T H G V"], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Norm per value head, gate by z, project back. Unlike the other norms, this one's weight is a plain factor and comes after the cast."""
     out = out.astype(x.dtype).astype(jnp.float32)
-    normed = (out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + config.rms_eps)).astype(x.dtype) * p["norm"].astype(x.dtype)[
-        None, None, None, None
-    ]
+    normed = (out * lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + config.rms_eps)).astype(x.dtype)
+    normed = normed * jnp.expand_dims(p["norm"].astype(x.dtype), range(4))
     z = project("btd,dhe->bthe", x, p["z"]).astype(jnp.float32)
     gated = (normed.reshape(z.shape).astype(jnp.float32) * jax.nn.silu(z)).astype(x.dtype)
     return project("bthe,hed->btd", gated, p["out"])

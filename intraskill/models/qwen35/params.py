@@ -10,6 +10,7 @@ A linear-attention head is a *key head with its value heads*: its query, key and
 published layout puts all queries first, then all keys, then all values, which cannot be cut by head with a contiguous slice.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,8 +119,8 @@ def init_params(config: ModelConfig, key: PRNGKeyArray) -> Params:
     def draw(declare: Callable[[nnx.Rngs], nnx.Module], index: int) -> Params:
         return nnx.to_pure_dict(nnx.state(declare(nnx.Rngs(params=jax.random.fold_in(key, index))), nnx.Param))
 
-    layers = [draw(lambda rngs, full=config.is_full(i): Layer(config, full, rngs), i) for i in range(config.num_layers)]
-    return {**draw(lambda rngs: Ends(config, rngs), config.num_layers), "layers": join_layers(config, layers)}
+    layers = [draw(functools.partial(Layer, config, config.is_full(i)), i) for i in range(config.num_layers)]
+    return {**draw(functools.partial(Ends, config), config.num_layers), "layers": join_layers(config, layers)}
 
 
 def abstract_params(config: ModelConfig) -> Params:
@@ -130,17 +131,15 @@ def abstract_params(config: ModelConfig) -> Params:
 def logical_axes(config: ModelConfig) -> Params:
     """The same tree with, for each parameter, the tuple of its logical axes."""
 
-    def axes(declare: Callable[[], nnx.Module], stacked: bool) -> Params:
-        state = nnx.state(nnx.eval_shape(declare), nnx.Param)
+    def axes(declare: Callable[[nnx.Rngs], nnx.Module], stacked: bool) -> Params:
+        state = nnx.state(nnx.eval_shape(lambda: declare(nnx.Rngs(params=0))), nnx.Param)
         named = jax.tree.map(
             lambda v: (("blocks",) if stacked else ()) + v.get_metadata()["axes"], state, is_leaf=lambda v: isinstance(v, nnx.Variable)
         )
         return nnx.to_pure_dict(named)
 
-    layers = {
-        str(i): axes(lambda full=config.is_full(i): Layer(config, full, nnx.Rngs(params=0)), config.scan_layers) for i in range(config.num_entries)
-    }
-    return {**axes(lambda: Ends(config, nnx.Rngs(params=0)), False), "layers": layers}
+    layers = {str(i): axes(functools.partial(Layer, config, config.is_full(i)), config.scan_layers) for i in range(config.num_entries)}
+    return {**axes(functools.partial(Ends, config), False), "layers": layers}
 
 
 def join_layers(config: ModelConfig, layers: Sequence[Params]) -> Params:

@@ -5,6 +5,7 @@ vocabulary. Linear-attention parameters carry an axis of key heads, so cutting b
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,7 +32,7 @@ ROWS = PartitionSpec(("data", "fsdp"))
 """Rows of a batch are spread over every device that does not share a row's work by `tensor`."""
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over the given devices (all of them unless given)."""
     devices = jax.devices() if devices is None else devices
     if data * fsdp * tensor != len(devices):
