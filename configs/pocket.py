@@ -74,7 +74,10 @@ def _full() -> ConfigDict:
 
 def _demo(config: ConfigDict) -> None:
     config.name = "pocket-demo"
-    config.schedule.update({"rounds": 2, "steps_per_round": 10})
+    config.schedule.update({"rounds": 2, "steps_per_round": 8})
+    config.rollout.update({"groups_per_step": 12, "oversample": 16})
+    config.validation.tasks = 300
+    config.test.tasks = 300
 
 
 def _smoke(config: ConfigDict) -> None:

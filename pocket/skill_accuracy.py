@@ -48,7 +48,7 @@ def measure(
     correct: dict[str, list[bool]] = defaultdict(list)
 
     @jax.jit
-    def greedy(tokens, positions, segment_ids, index):
+    def greedy(params, tokens, positions, segment_ids, index):
         hidden = model.forward(params, config, tokens, positions, segment_ids)
         return jnp.argmax(model.logits(params, config, jnp.take_along_axis(hidden, index[..., None], axis=1)), -1)
 
@@ -73,7 +73,7 @@ def measure(
             tokens += result
             labels += [""] * len(result)
         batch, _ = pack([Episode(tokens, [bool(k) for k in labels])], row_length=row_length, max_trained_per_row=row_length)
-        guess = np.asarray(greedy(batch.tokens, batch.positions, batch.segment_ids, batch.index))
+        guess = np.asarray(greedy(params, batch.tokens, batch.positions, batch.segment_ids, batch.index))
         for kind, right in zip([k for k in labels if k], (guess == batch.targets)[batch.mask], strict=True):
             correct[kind].append(bool(right))
     return {kind: (float(np.mean(values)), len(values)) for kind, values in sorted(correct.items())}

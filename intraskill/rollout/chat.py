@@ -98,6 +98,9 @@ class Chat:
         self._tokenizer = tokenizer
         self._tools = list(tools)
         self._thinking = thinking
+        # The tokenizer proper: transformers' wrapper around it costs more than the rest of a turn. A group sees the same pages many times.
+        backend = tokenizer.backend_tokenizer
+        self._cached_encode = functools.lru_cache(maxsize=16384)(lambda text: tuple(backend.encode(text, add_special_tokens=False).ids))
         self._parameters = {t["function"]["name"]: t["function"]["parameters"] for t in self._tools}
         vocabulary = tokenizer.get_vocab()
         self.stop_ids: tuple[int, ...] = tuple(vocabulary[t] for t in STOP_TOKENS)
@@ -115,7 +118,7 @@ class Chat:
         return self._encode(self._text(messages))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._cached_encode(text))
 
     def _result_fragments(self) -> tuple[str, str]:
         """What the template writes before and after a tool result that follows an assistant turn's stop token."""
@@ -184,7 +187,7 @@ class Chat:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included. A view: never encoded again."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self._tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def banned_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Ids that no turn may sample: rows of the embedding that no token owns, the unknown token, and whatever opens a turn or a result."""
