@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 # XLA on CPU takes and returns hundreds of megabytes a step; with these settings glibc keeps them, in huge pages, instead of having the kernel clear
 # them anew each time (measured: 1.4 times the training speed). glibc reads them when a process starts, hence the one re-execution.
-_ALLOCATOR = {
+ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "10000000000",
     "MALLOC_TOP_PAD_": "268435456",
 }
 _IS_SCRIPT = os.path.dirname(os.path.abspath(sys.argv[0])) == os.path.dirname(os.path.abspath(__file__))
-if sys.platform == "linux" and _IS_SCRIPT and not any(name in os.environ for name in _ALLOCATOR):
-    os.environ.update(_ALLOCATOR)
+if sys.platform == "linux" and _IS_SCRIPT and not any(name in os.environ for name in ALLOCATOR):
+    os.environ.update(ALLOCATOR)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 # Before JAX is imported anywhere: a compilation cache makes the second start fast, and its absence changes no result.

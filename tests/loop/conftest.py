@@ -1,0 +1,3 @@
+from loop.fixtures import checkpoint, launcher
+
+__all__ = ["checkpoint", "launcher"]

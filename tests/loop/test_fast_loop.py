@@ -1,0 +1,88 @@
+"""The fast loop's bookkeeping: which task a group plays, where a run stands, and what is said about the groups of a step."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout.groups import group, trajectory
+
+from intraskill.fast_loop import Position, chunks_of, rollout_metrics, task_of
+from intraskill.skills.bank import Bank
+from intraskill.types import Chunk, Group, Mask, MaskKind, Status, Task, ToolCall, Trajectory, Turn
+
+BANK = Bank((Chunk("a", 1, "a", "", "do a"), Chunk("b", 2, "b", "", "do b"), Chunk("c", 1, "c", "", "do c")))
+
+
+@given(st.integers(1, 40), st.integers(0, 2**31), st.integers(0, 5))
+def test_every_epoch_is_a_permutation_of_the_tasks(num_tasks, seed, epoch):
+    tasks = [Task(f"t{i}", "x", {}) for i in range(num_tasks)]
+    played = [task_of(tasks, seed, epoch * num_tasks + i).id for i in range(num_tasks)]
+    assert sorted(played) == sorted(t.id for t in tasks)
+    assert played == [task_of(tasks, seed, epoch * num_tasks + i).id for i in range(num_tasks)]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    tasks = [Task(f"t{i}", "x", {}) for i in range(20)]
+    orders = {tuple(task_of(tasks, seed, epoch * 20 + i).id for i in range(20)) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(orders) == 4
+
+
+def test_chunks_come_in_the_mask_s_order():
+    assert [c.id for c in chunks_of(BANK, Mask(MaskKind.ASSISTED, ("c@1", "a@1")))] == ["c@1", "a@1"]
+    assert chunks_of(BANK, Mask.skill_free()) == ()
+    with pytest.raises(KeyError):
+        chunks_of(BANK, Mask(MaskKind.ASSISTED, ("b@1",)))
+
+
+def test_a_position_moves_by_rounds_and_steps_and_survives_json():
+    start = Position().enter(0)
+    assert start == Position(0, 0, (0,), {})
+    one = start.after(5, {"num_lines": 3})
+    two = one.after(4, {"num_lines": 6})
+    assert (two.step, two.next_group, two.round_starts, two.metrics) == (2, 9, (0,), {"num_lines": 6})
+    assert two.enter(0) == two, "entering a round that has begun changes nothing"
+    assert two.enter(1).round_starts == (0, 9)
+    assert Position.from_json(two.enter(1).to_json()) == two.enter(1)
+
+
+def test_the_figures_of_a_step_by_hand():
+    error = Turn(1, trajectory(0.0).turns[0].completion, "x", None, "no_tool_call", "", "")
+    refused = Turn(1, error.completion, "x", ToolCall("click", {}), "", "unavailable_target", "")
+    fine = Turn(1, error.completion, "x", ToolCall("click", {}), "", "ok", "")
+
+    def episode(reward: float, *turns: Turn) -> Trajectory:
+        tokens = [7, *(i for t in turns for i in t.completion.ids)]
+        mask = [False, *(True for t in turns for _ in t.completion.ids)]
+        logprobs = [0.0, *(p for t in turns for p in t.completion.logprobs)]
+        return Trajectory(tuple(tokens), tuple(mask), tuple(logprobs), turns, Status.PURCHASE, reward, reward == 1.0)
+
+    def of(index, mask, *episodes):
+        return Group(index, group(0, 0).task, mask, episodes)
+
+    groups = [
+        of(0, Mask.skill_free(), episode(1.0, fine), episode(0.0, error, refused, fine)),
+        of(1, Mask(MaskKind.ASSISTED, ("a@1", "b@2")), episode(0.0, fine), episode(0.0, fine)),
+        of(2, Mask(MaskKind.ASSISTED), episode(0.5, fine), trajectory(0.0, Status.TECHNICAL)),
+    ]
+    found = rollout_metrics(groups, BANK)
+    # Five of six episodes are scored: rewards 1, 0, 0, 0, 0.5; turns 1, 3, 1, 1, 1; every turn has two sampled tokens.
+    assert found == {
+        "reward": pytest.approx(0.3),
+        "success": pytest.approx(0.2),
+        "scored_rate": pytest.approx(5 / 6),
+        "all_wrong_rate": pytest.approx(1 / 3),
+        "zero_variance_share": pytest.approx(0.5),
+        "generated_groups": 3,
+        "mean_turns": pytest.approx(7 / 5),
+        "tokens_per_turn": pytest.approx(2.0),
+        "tokens_sampled": 14,
+        "protocol_errors": pytest.approx(1 / 5),
+        "invalid_actions": pytest.approx(1 / 5),
+        "skill_free_rate": pytest.approx(1 / 3),
+        "inclusion": {"a@1": 0.5, "b@2": 0.5, "c@1": 0.0},
+    }
+
+
+def test_figures_exist_when_nothing_was_scored_or_assisted():
+    found = rollout_metrics([group(0, None, None)], BANK)
+    assert found["scored_rate"] == 0 and found["reward"] == 0 and found["zero_variance_share"] == 0
+    assert found["inclusion"] == {"a@1": 0.0, "b@2": 0.0, "c@1": 0.0}
