@@ -34,9 +34,11 @@ def _full() -> ConfigDict:
             "oversample": 24,
             "temperature": 1.0,
             "max_new_tokens": 40,
-            "max_context": 768,
+            "max_context": 1152,
             "max_steps": 24,
-            "num_slots": 96,
+            "num_slots": 128,
+            "decode_rows": 32,
+            "decode_block": 4,
             "attempts": 2,
             "max_technical_in_a_row": 20,
         }
@@ -51,13 +53,14 @@ def _full() -> ConfigDict:
             "clip_high": 0.28,
             "normalise_std": True,
             "aggregation": "episode_mean",
+            "overlong": "drop",
             "updates_per_step": 2,
-            "row_length": 768,
-            "trained_per_row": 320,
-            "rows_per_microbatch": 4,
+            "row_length": 1152,
+            "trained_per_row": 384,
+            "rows_per_microbatch": 3,
         }
     )
-    config.curriculum = ConfigDict({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9, "default_rho": 0.5})
+    config.curriculum = ConfigDict({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9, "rho_unmeasured": 0.5})
 
     # The slow loop.
     config.analysis = ConfigDict({"max_cards": 16, "max_candidates": 6})
@@ -71,14 +74,17 @@ def _full() -> ConfigDict:
 
 def _demo(config: ConfigDict) -> None:
     config.name = "pocket-demo"
-    config.schedule.update({"rounds": 2, "steps_per_round": 10})
+    config.schedule.update({"rounds": 2, "steps_per_round": 8})
+    config.rollout.update({"groups_per_step": 12, "oversample": 16})
+    config.validation.tasks = 300
+    config.test.tasks = 300
 
 
 def _smoke(config: ConfigDict) -> None:
     config.name = "pocket-smoke"
     config.shop.update({"num_products": 200, "train": 60, "validation": 16, "test": 16})
     config.schedule.update({"rounds": 2, "steps_per_round": 1})
-    config.rollout.update({"group_size": 4, "groups_per_step": 3, "oversample": 4, "num_slots": 16})
+    config.rollout.update({"group_size": 4, "groups_per_step": 3, "oversample": 4, "num_slots": 16, "decode_rows": 16})
     config.validation.tasks = 16
     config.test.tasks = 16
     config.analysis.max_cards = 4

@@ -113,11 +113,22 @@ async def run(
         lambda _: on_episode(),
     )
     outcomes = tuple(outcome(group, case.sample) for group, case in zip(played, planned, strict=True))
+    _refuse_outage(condition, outcomes)
     summary = summarise(condition, outcomes, identity, bank_sha256)
     write_json(directory / "manifest.json", manifest)
     write_text(directory / "episodes.jsonl", "".join(json.dumps(plain(dataclasses.asdict(o))) + "\n" for o in outcomes))
     write_json(directory / "summary.json", summary)
     return Result(condition, outcomes, summary)
+
+
+def _refuse_outage(condition: str, outcomes: Sequence[Outcome]) -> None:
+    """Raises before anything is recorded when most episodes failed technically: what is recorded would never be played again."""
+    errors = [o.error for o in outcomes if not o.scored]
+    if 2 * len(errors) > len(outcomes):
+        raise InputError(
+            f"{condition}: {len(errors)} of {len(outcomes)} episodes failed technically, the last with: {errors[-1]}; "
+            "look at the engine's and the shop's logs, then resume the run"
+        )
 
 
 def _require_same(directory: Path, manifest: Mapping[str, Any]) -> None:
@@ -184,6 +195,13 @@ def summarise(condition: str, outcomes: Sequence[Outcome], identity: gate.Identi
 
 
 def compare(name: str, first: Result, second: Result, *, seed: int = 0) -> dict[str, Any]:
-    """second - first in success, paired by task, with a percentile bootstrap interval."""
-    paired = statistics.paired_difference(first.by_task("success"), second.by_task("success"), seed=seed)
-    return {"name": name, "difference": paired.difference, "interval": [paired.low, paired.high], **dataclasses.asdict(paired)}
+    """Second - first in success, paired by task, with a percentile bootstrap interval.
+
+    A task without a scored episode on either side has no pair: it is left out and counted, since one technical failure must not cost the run.
+    """
+    a, b = first.by_task("success"), second.by_task("success")
+    both = a.keys() & b.keys()
+    paired = statistics.paired_difference({t: a[t] for t in both}, {t: b[t] for t in both}, seed=seed)
+    unpaired = len({o.task_id for o in (*first.outcomes, *second.outcomes)}) - len(both)
+    found = {"name": name, "difference": paired.difference, "interval": [paired.low, paired.high], "unpaired": unpaired}
+    return {**found, **dataclasses.asdict(paired)}

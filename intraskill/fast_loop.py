@@ -16,7 +16,7 @@ from intraskill.grpo.advantages import group_advantages
 from intraskill.grpo.learner import TrainState
 from intraskill.grpo.packing import Episode, pack, split_rows
 from intraskill.grpo.sampling_filter import Admission, admit, is_uniform
-from intraskill.parts import TRAIN, Parts
+from intraskill.parts import TRAIN, Parts, packing_options
 from intraskill.rollout import records
 from intraskill.rollout.collect import Assignment, collect_until
 from intraskill.run_directory import write_json
@@ -111,14 +111,7 @@ def update(parts: Parts, state: TrainState, admitted: Sequence[Group], round_ind
             for g in share
             for t, a in zip(g.trajectories, group_advantages(g.rewards, divide_by_std=settings.normalise_std), strict=True)
         ]
-        batch, report = pack(
-            episodes,
-            row_length=settings.row_length,
-            max_trained_per_row=settings.trained_per_row,
-            rows_multiple_of=settings.rows_per_microbatch,
-            overlong=settings.overlong,
-            aggregation=settings.aggregation,
-        )
+        batch, report = pack(episodes, **packing_options(parts.config))
         prepared.append((parts.learner.old_log_probs(state, split_rows(batch, settings.rows_per_microbatch)), report))
     for microbatches, report in prepared:
         start = time.monotonic()
@@ -139,7 +132,9 @@ async def sync(parts: Parts, state: TrainState, version: int) -> tuple[Published
     await parts.engine.load_weights(published)
     health = await parts.engine.healthy()
     if health.digest != published.digest or health.weight_version != version:
-        raise weights.WeightsError(f"the engine serves version {health.weight_version} ({health.digest[:12]}), not {version} ({published.digest[:12]})")
+        raise weights.WeightsError(
+            f"the engine serves version {health.weight_version} ({health.digest[:12]}), not {version} ({published.digest[:12]})"
+        )
     weights.prune(directory, {version})
     record = {"version": version, "digest": published.digest, "publish_seconds": written - start, "seconds": time.monotonic() - start}
     return published, record
@@ -160,6 +155,13 @@ class Position:
     next_group: int = 0
     round_starts: tuple[int, ...] = ()
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "next_group": self.next_group, "round_starts": list(self.round_starts), "metrics": dict(self.metrics)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Position":
+        return cls(value["step"], value["next_group"], tuple(value["round_starts"]), value["metrics"])
 
     def enter(self, round_index: int) -> "Position":
         """The position at the start of a round, or the same one inside it."""

@@ -4,15 +4,13 @@ The model update compares episodes within one context; the skill update compares
 goes on from its last complete step: finished evaluations are read, everything after that step is played again.
 """
 
-import dataclasses
 import time
 from typing import Any
 
-from intraskill import evaluation, fast_loop, slow_loop, summary
+from intraskill import evaluation, fast_loop, slow_loop, summary, weights
 from intraskill.evaluation import Result
 from intraskill.fast_loop import Position
 from intraskill.grpo.learner import TrainState
-from intraskill.models.qwen35 import hf
 from intraskill.parts import TEST, Parts
 from intraskill.skills.bank import Bank
 from intraskill.skills.curriculum import Curriculum
@@ -42,7 +40,7 @@ async def run(parts: Parts) -> dict[str, Any]:
     bank, _ = slow_loop.load_round(parts, parts.config.schedule.rounds)
     published, _ = await fast_loop.sync(parts, state, position.step)
     final = await conditions(parts, published, bank, "final", "final-full")
-    hf.save_hf(parts.run.path / "export", parts.policy.config, state.params, tokenizer_from=parts.config.model.checkpoint)
+    parts.export(state)
     return summary.write(parts, base, final, time.time() - start)
 
 
@@ -78,16 +76,18 @@ async def fast_round(
         parts.metrics.write({"kind": "sync", "round": round_index, "step": step, **record})
         position = position.after(len(groups), parts.metrics.state())
         if position.step % parts.config.checkpoint.every_steps == 0 or position.step % steps_per_round == 0:
-            parts.checkpoints.save(position.step, state, dataclasses.asdict(position))
+            parts.checkpoints.save(position.step, state, position.to_json())
     return state, position, published
 
 
 def restore(parts: Parts) -> tuple[TrainState, Position]:
-    """The newest checkpoint, or the start."""
+    """The newest checkpoint, or the start; what a killed process left of later steps is dropped."""
     if parts.checkpoints.latest() is None:
-        return parts.learner.init(parts.policy.params), Position()
-    restored = parts.checkpoints.restore(parts.abstract_state())
-    position = Position(**{**restored.position, "round_starts": tuple(restored.position["round_starts"])})
+        state, position = parts.learner.init(parts.policy.params), Position(metrics={"num_lines": 0})
+    else:
+        restored = parts.checkpoints.restore(parts.abstract_state())
+        state, position = restored.state, Position.from_json(restored.position)
+        parts.progress.say(f"resumed after step {position.step}")
     parts.metrics.restore(position.metrics)
-    parts.progress.say(f"resumed after step {position.step}")
-    return restored.state, position
+    weights.prune(parts.run.path / "weights", range(position.step + 1))  # versions of steps that will be played again
+    return state, position

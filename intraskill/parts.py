@@ -5,35 +5,106 @@ together. Nothing here runs a stage.
 """
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from ml_collections import ConfigDict
 
 from intraskill.checkpoint import Checkpointer
 from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
 from intraskill.grpo.loss import ClippedPolicyGradient
+from intraskill.grpo.packing import pack
+from intraskill.grpo.policy import qwen35_learner
 from intraskill.models.qwen35 import hf, model, sharding
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.rollout.agent import Limits
 from intraskill.rollout.chat import Chat, load_tokenizer
 from intraskill.rollout.collect import Rollout
 from intraskill.rollout.jax_engine import JaxEngine
-from intraskill.run_directory import RunDirectory
-from intraskill.skills import gate, records
+from intraskill.run_directory import RunDirectory, read_json
+from intraskill.skills import firewall, gate, records
 from intraskill.skills.analyst import RuleAnalyst
 from intraskill.skills.bank import Bank
-from intraskill.skills.cards import load_mechanisms
+from intraskill.skills.cards import Mechanisms, load_mechanisms
 from intraskill.telemetry import Metrics, Progress
-from intraskill.types import InputError, Published, Sampling, Shop, Task
+from intraskill.types import Engine, InputError, Sampling, Shop, Task
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
 # Noise streams: the same group index means different random numbers in each.
 TRAIN, RETRY, VALIDATE_BARE, VALIDATE_MASKED, TEST = range(5)
+
+
+# The least value of each size; what must fit together is checked in `check_settings` and where the parts are built.
+ROLLOUT_SIZES = {
+    "seed": 0,
+    "rollout.max_new_tokens": 1,
+    "rollout.max_context": 2,
+    "rollout.max_steps": 1,
+    "rollout.num_slots": 1,
+    "rollout.decode_rows": 1,
+    "rollout.decode_block": 1,
+    "rollout.attempts": 1,
+}
+_SIZES = {
+    **ROLLOUT_SIZES,
+    "schedule.rounds": 1,
+    "schedule.steps_per_round": 1,
+    "rollout.group_size": 2,  # the advantage compares episodes of a group
+    "rollout.groups_per_step": 1,
+    "rollout.max_technical_in_a_row": 1,
+    "grpo.updates_per_step": 1,
+    "analysis.max_cards": 0,
+    "analysis.max_candidates": 0,
+    "validation.tasks": 1,
+    "validation.samples": 1,
+    "test.tasks": 1,
+    "test.samples": 1,
+    "mesh.data": 1,
+    "mesh.fsdp": 1,
+    "mesh.tensor": 1,
+    "checkpoint.every_steps": 1,
+    "checkpoint.keep": 1,
+}
+
+
+def check_sizes(config: Any, least: Mapping[str, int]) -> None:
+    """Raises InputError for the first key of `least` whose value in `config` is smaller."""
+    for key, smallest in least.items():
+        section, _, name = key.rpartition(".")
+        value = (config[section] if section else config)[name]
+        if value < smallest:
+            raise InputError(f"{key} = {value}: must be >= {smallest}")
+
+
+def check_settings(config: Any) -> None:
+    """Refuses settings of a training run that no stage could work with, before anything is built."""
+    check_sizes(config, _SIZES)
+    rollout, chances = config.rollout, config.curriculum
+    if rollout.temperature <= 0:
+        raise InputError(f"rollout.temperature = {rollout.temperature}: must be > 0, training needs the probabilities that were sampled from")
+    for small, large in (("rollout.groups_per_step", "rollout.oversample"), ("grpo.updates_per_step", "rollout.groups_per_step")):
+        low, high = (config[s][n] for s, n in (small.split("."), large.split(".")))
+        if low > high:
+            raise InputError(f"{large} = {high} is below {small} = {low}: raise the one or lower the other")
+    if not (0 <= chances.q <= 1 and 0 <= chances.rho_min <= chances.rho_max <= 1 and 0 <= chances.rho_unmeasured <= 1):
+        values = ", ".join(f"{k} = {v}" for k, v in sorted(chances.items()))
+        raise InputError(f"curriculum: {values}: all are probabilities, and rho_min may not exceed rho_max")
+
+
+def packing_options(config: Any) -> dict[str, Any]:
+    """How episodes are packed into rows for the learner: arguments of `grpo.packing.pack`."""
+    settings = config.grpo
+    return {
+        "row_length": settings.row_length,
+        "max_trained_per_row": settings.trained_per_row,
+        "rows_multiple_of": settings.rows_per_microbatch,
+        "overlong": settings.overlong,
+        "aggregation": settings.aggregation,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +120,7 @@ class Policy:
 def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     """Loads `config.model.checkpoint` (HF layout) and the sampling of `config.rollout`."""
     directory = Path(config.model.checkpoint)
-    shape, params = hf.load_hf(directory)
-    shape = dataclasses.replace(shape, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
+    shape, params = hf.load_hf(directory, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
     chat = Chat(load_tokenizer(directory), tools, thinking=config.model.thinking)
     sampling = Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
@@ -61,46 +131,63 @@ def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     return Policy(shape, params, chat, sampling)
 
 
-def make_mesh(config: Any) -> jax.sharding.Mesh:
-    """The `(data, fsdp, tensor)` mesh over the first devices."""
+def make_learner(config: Any, shape: ModelConfig, sampling: Sampling) -> Learner:
+    """The learner under the sampler's own temperature and banned ids, on the configured mesh."""
+    settings = config.grpo
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    if math.prod(sizes) > jax.device_count():
-        raise InputError(f"mesh {sizes} needs {math.prod(sizes)} devices, there are {jax.device_count()}: make mesh.data, fsdp or tensor smaller")
-    return jax.make_mesh(sizes, ("data", "fsdp", "tensor"), devices=jax.devices()[: math.prod(sizes)])
-
-
-def make_learner(config: Any, policy: Policy, mesh: jax.sharding.Mesh) -> Learner:
-    """The learner under the sampler's own temperature and banned ids."""
-    shape, sampling, settings = policy.config, policy.sampling, config.grpo
-    banned = jnp.zeros(shape.vocab_size, bool).at[np.array(sampling.banned_ids, np.int32)].set(True)
-
-    def log_probs(params, batch):
-        return model.log_probs(
-            params,
-            shape,
-            batch.tokens,
-            batch.positions,
-            batch.segment_ids,
-            batch.index,
-            batch.targets,
-            temperature=sampling.temperature,
-            banned=banned,
-        )
-
-    return Learner(
-        log_probs,
+    if settings.rows_per_microbatch % (sizes[0] * sizes[1]):
+        raise InputError(f"grpo.rows_per_microbatch = {settings.rows_per_microbatch} is not a multiple of mesh data x fsdp = {sizes[0] * sizes[1]}")
+    optimizer = OptimizerConfig(
+        learning_rate=settings.learning_rate,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+    )
+    return qwen35_learner(
+        shape,
+        sharding.make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)]),
+        optimizer,
         ClippedPolicyGradient(settings.clip_low, settings.clip_high),
-        OptimizerConfig(
-            learning_rate=settings.learning_rate,
-            beta1=settings.betas[0],
-            beta2=settings.betas[1],
-            weight_decay=settings.weight_decay,
-            max_grad_norm=settings.max_grad_norm,
-        ),
-        mesh=mesh,
-        param_shardings=sharding.param_shardings(shape, mesh),
-        decay_mask=model.decay_mask(shape),
-        rows_axes=("data", "fsdp"),
+        temperature=sampling.temperature,
+        banned_ids=sampling.banned_ids,
+    )
+
+
+def make_engine(config: Any, policy: Policy) -> JaxEngine:
+    """The embedded engine, with a slot for each episode in play."""
+    settings = config.rollout
+    sizes = {"num_slots": settings.num_slots, "max_length": settings.max_context, "decode_rows": settings.decode_rows}
+    return JaxEngine(policy.config, policy.params, seed=config.seed, decode_block=settings.decode_block, **sizes)
+
+
+def make_rollout(config: Any, policy: Policy, engine: Engine, shop: Shop, stream: int, group_size: int) -> Rollout:
+    """The collector's settings for one noise stream."""
+    settings = config.rollout
+    return Rollout(
+        engine=engine,
+        shop=shop,
+        chat=policy.chat,
+        sampling=policy.sampling,
+        limits=Limits(settings.max_context, settings.max_steps),
+        noise=(config.seed, stream),
+        group_size=group_size,
+        concurrency=settings.num_slots,
+        attempts=settings.attempts,
+    )
+
+
+def make_identity(config: Any, policy: Policy, weights_digest: str, shop_identity: str) -> gate.Identity:
+    """What makes episodes comparable: verified weights, sampling and budgets, what spells prompts besides chunks, and the shop.
+
+    Chunks are identified by the gate's plan, which names the hash of the bank and the candidates that hold their texts.
+    """
+    budgets = {"max_context": config.rollout.max_context, "max_steps": config.rollout.max_steps}
+    return gate.Identity(
+        weights=weights_digest,
+        sampling=records.digest({**dataclasses.asdict(policy.sampling), **budgets}),
+        prompt=records.digest(policy.chat.identity),
+        environment=shop_identity,
     )
 
 
@@ -125,73 +212,95 @@ class Parts:
 
     def rollout(self, stream: int, *, group_size: int | None = None) -> Rollout:
         """The collector's settings for one noise stream."""
-        settings = self.config.rollout
-        return Rollout(
-            engine=self.engine,
-            shop=self.shop,
-            chat=self.policy.chat,
-            sampling=self.policy.sampling,
-            limits=Limits(settings.max_context, settings.max_steps),
-            noise=(self.config.seed, stream),
-            group_size=group_size or settings.group_size,
-            concurrency=settings.num_slots,
-            attempts=settings.attempts,
-        )
+        return make_rollout(self.config, self.policy, self.engine, self.shop, stream, group_size or self.config.rollout.group_size)
 
-    def identity(self, published: Published) -> gate.Identity:
-        """What makes episodes comparable: verified weights, sampling and budgets, what spells prompts besides chunks, and the shop.
+    def identity(self, weights_digest: str) -> gate.Identity:
+        """What makes episodes comparable; see `make_identity`."""
+        return make_identity(self.config, self.policy, weights_digest, self.shop_identity)
 
-        Chunks are identified by the gate's plan, which names the hash of the bank and the candidates that hold their texts.
-        """
-        settings = self.config.rollout
-        return gate.Identity(
-            weights=published.digest,
-            sampling=records.digest({**dataclasses.asdict(self.policy.sampling), "max_context": settings.max_context, "max_steps": settings.max_steps}),
-            prompt=records.digest(self.policy.chat.identity),
-            environment=self.shop_identity,
-        )
+    def export(self, state: TrainState) -> Path:
+        """The policy as a Hugging Face directory, tokenizer included: `export/` in the run."""
+        directory = self.run.path / "export"
+        if not directory.exists():  # it appears complete or not at all, so a resumed run need not write it twice
+            export(directory, self.policy.config, state.params, Path(self.config.model.checkpoint))
+        return directory
+
+    def close(self) -> None:
+        """Stops the engine's thread and closes the files."""
+        self.engine.close()
+        self.checkpoints.close()
+        self.metrics.close()
 
     def abstract_state(self) -> TrainState:
         return self.learner.abstract_state(model.abstract_params(self.policy.config))
 
 
-async def build(config: Any, run: RunDirectory, progress: Progress, shop: Shop, shop_identity: str) -> Parts:
-    """Builds all parts; raises InputError for anything that does not fit together."""
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a run is given and what is made from it, read and checked before its directory exists."""
+
+    policy: Policy
+    learner: Learner
+    engine: JaxEngine
+    bank: Bank
+    mechanisms: Mechanisms
+    tasks: Mapping[str, Sequence[Task]]
+
+
+async def load(config: Any, shop: Shop) -> Inputs:
+    """Reads policy, bank, mechanisms and task lists; raises InputError for what is broken or does not fit together."""
     policy = load_policy(config, await shop.tools())
-    mesh = make_mesh(config)
-    learner = make_learner(config, policy, mesh)
     tasks = {split: await shop.tasks(split) for split in ("train", "validation", "test")}
     for name, wanted in (("validation", config.validation.tasks), ("test", config.test.tasks), ("train", 1)):
         if len(tasks[name]) < wanted:
             raise InputError(f"{name}.tasks = {wanted}, but the shop's split has {len(tasks[name])}: lower it or give the shop more tasks")
-    bank = Bank.load(config.bank.path)
-    rollout = config.rollout
-    engine = JaxEngine(
-        policy.config,
-        policy.params,
-        num_slots=rollout.num_slots,
-        max_length=rollout.max_context,
-        seed=config.seed,
-    )
+    bank, mechanisms = Bank.load(config.bank.path), load_mechanisms(config.bank.mechanisms)
+    pack([], **packing_options(config))  # checks the options
+    return Inputs(policy, make_learner(config, policy.config, policy.sampling), make_engine(config, policy), bank, mechanisms, tasks)
+
+
+def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, shop: Shop, shop_identity: str) -> Parts:
+    """Builds analyst and records around `inputs`."""
+    policy = inputs.policy
+    wordings = [text for options in inputs.mechanisms.values() for wording in options for text in wording.texts]
     return Parts(
         config=config,
         run=run,
         metrics=Metrics(run.path),
         progress=progress,
         policy=policy,
-        learner=learner,
-        engine=engine,
+        learner=inputs.learner,
+        engine=inputs.engine,
         shop=shop,
         shop_identity=shop_identity,
-        analyst=RuleAnalyst(shop, load_mechanisms(config.bank.mechanisms)),
-        checkpoints=Checkpointer(
-            run.path / "checkpoints", model_config=dataclasses.asdict(policy.config), keep_last=config.checkpoint.keep
-        ),
-        initial_bank=bank,
-        tasks=tasks,
+        analyst=RuleAnalyst(shop, inputs.mechanisms),
+        checkpoints=Checkpointer(run.path / "checkpoints", model_config=dataclasses.asdict(policy.config), keep_last=config.checkpoint.keep),
+        initial_bank=inputs.bank,
+        general_words=firewall.vocabulary([*wordings, *(chunk.text for chunk in inputs.bank.chunks)]),
+        tasks=inputs.tasks,
     )
 
 
-def shop_digest(settings: Mapping[str, Any]) -> str:
-    """Identity of an environment from everything that decides its answers."""
-    return hashlib.sha256(records.canonical(dict(settings))).hexdigest()
+def export(directory: Path, shape: ModelConfig, params: Any, source: Path, dtype: str = "float32") -> None:
+    """Writes `params` in Hugging Face layout with the tokenizer's files of `source`."""
+    files = [path for name in TOKENIZER_FILES if (path := source / name).is_file()]
+    hf.save_hf(directory, shape, params, dtype, files)
+
+
+def export_run(run: Path, directory: Path, dtype: str) -> int:
+    """Exports a run's newest checkpoint; returns its step. Raises InputError when there is none."""
+    path = run / "config.json"
+    if not path.is_file():
+        raise InputError(f"{run} is no run directory (no config.json): give the directory that launch/train.py wrote")
+    if not (run / "checkpoints").is_dir():
+        raise InputError(f"{run} has no checkpoints yet: let the run finish its first step")
+    config: Any = ConfigDict(read_json(path))
+    source = Path(config.model.checkpoint)
+    shape = hf.load_config(source, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
+    checkpoints = Checkpointer(run / "checkpoints", model_config=dataclasses.asdict(shape), keep_last=config.checkpoint.keep)
+    try:
+        restored = checkpoints.restore(make_learner(config, shape, Sampling(1)).abstract_state(model.abstract_params(shape)))
+    finally:
+        checkpoints.close()
+    export(directory, shape, restored.state.params, source, dtype)
+    return restored.step

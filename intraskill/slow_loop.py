@@ -71,7 +71,7 @@ def compile_candidates(parts: Parts, cards: Sequence[Card], bank: Bank, round_in
     """At most a few candidates from many cards; every card's fate goes to the ledger."""
     ledger = _ledger(parts)
     compiled = compiler.compile_cards(
-        triage.eligible(cards),
+        cards,
         bank,
         ledger,
         round_index=round_index,
@@ -102,7 +102,7 @@ async def play(parts: Parts, name: str, stream: int, planned: Sequence[Case], pu
         name,
         parts.rollout(stream, group_size=1),
         planned,
-        parts.identity(published),
+        parts.identity(published.digest),
         bank.sha256,
         lambda: parts.progress.advance(label),
     )
@@ -121,7 +121,7 @@ async def gate_round(parts: Parts, published: Published, pool: CandidatePool, ro
     bare = await bare_validation(parts, published, pool.bank, f"round{round_index:03d}-bare")
     planned = [Case(by_id[a.task_id], a.sample, a.mask, tuple(pool.chunks[i] for i in a.chunk_ids)) for a in plan.assignments]
     masked = await play(parts, f"round{round_index:03d}-masked", VALIDATE_MASKED, planned, published, pool.bank)
-    identity = parts.identity(published)
+    identity = parts.identity(published.digest)
     result = gate.run(
         plan,
         [o.observed(identity) for o in bare.outcomes],
@@ -136,7 +136,9 @@ async def gate_round(parts: Parts, published: Published, pool: CandidatePool, ro
     return result, bare, masked
 
 
-def next_round(parts: Parts, bank: Bank, curriculum: Curriculum, pool: CandidatePool, result: gate.GateResult, round_index: int) -> tuple[Bank, Curriculum]:
+def next_round(
+    parts: Parts, bank: Bank, curriculum: Curriculum, pool: CandidatePool, result: gate.GateResult, round_index: int
+) -> tuple[Bank, Curriculum]:
     """The bank and curriculum that the gate's decision leads to; both stay as they are when the gate is incomplete."""
     if result.status == "complete":
         bank = next_bank(pool, result, round_index=round_index)

@@ -210,20 +210,15 @@ def print_summary(summary: Mapping[str, Any], console: rich.console.Console | No
     """Prints the closing tables from the content of summary.json: rounds, test conditions, paired comparisons."""
     console = console or stdout()
     rounds = rich.table.Table(
-        "round", "bare success", "masked success", "bank size", "admitted", "time", title="Validation at each round's frozen checkpoint"
+        "round", "bare success", "masked success", "bank", "admitted", "time", title="Validation at each round's frozen checkpoint"
     )
     for r in summary["rounds"]:
-        rounds.add_row(
-            str(r["round"]),
-            _percent(r["bare_success"]),
-            _percent(r["masked_success"]),
-            str(r["bank_size"]),
-            str(r["admitted"]),
-            duration(r["seconds"]),
-        )
+        success = (_percent(r["bare_success"]), _percent(r["masked_success"]))
+        rounds.add_row(str(r["round"]), *success, str(r["bank_size"]), rich.markup.escape(", ".join(r["admitted"])), duration(r["seconds"]))
     tests = rich.table.Table("condition", "success", "reward", "episodes", title="Test conditions")
     for condition, t in summary["test"].items():
-        tests.add_row(condition, _percent(t["success"]), f"{t['reward']:.4f}", str(t["n"]))
+        reward = "" if t["reward"] is None else f"{t['reward']:.4f}"
+        tests.add_row(condition, _percent(t["success"]), reward, str(t["num_episodes"]))
     comparisons = rich.table.Table("comparison", "difference (points)", "95% interval", title="Paired differences in success")
     for c in summary["comparisons"]:
         low, high = c["interval"]

@@ -37,7 +37,7 @@ class WeightsError(InputError):
 def fingerprint(tensor: np.ndarray) -> dict[str, Any]:
     """A tensor's entry in the manifest: shape, dtype and the sha256 of its bytes in row-major order."""
     data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype), "sha256": hashlib.sha256(data.data).hexdigest()}
 
 
 def digest(tensors: Iterable[tuple[str, np.ndarray]]) -> str:
@@ -117,7 +117,7 @@ def read(published: Published, config: ModelConfig) -> Any:
             raise WeightsError(f"{path} holds {key} {manifest[key]}, asked for was {getattr(published, key)}: publish again")
     entries = manifest["tensors"]
     try:
-        hf.check_names(config, {name: tuple(e["shape"]) for name, e in entries.items()}, str(path))
+        hf.check_tensors(config, {name: tuple(e["shape"]) for name, e in entries.items()}, str(path))
     except InputError as e:
         raise WeightsError(str(e)) from e
     other = sorted({e["dtype"] for e in entries.values()} - {config.param_dtype})

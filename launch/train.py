@@ -30,28 +30,33 @@ _RESUME = flags.DEFINE_bool("resume", False, "go on with the run directory that 
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the plan and stop")
 
 
-async def _train(config, run: RunDirectory, progress: Progress, served: shops.Served):
+async def _train(config, directory: Path, served: shops.Served) -> tuple[dict, Path]:
+    """Reads and checks every input before the run directory exists, then runs the loop in it."""
     async with ShopClient(served.url, served.key) as client:
-        built = await parts.build(config, run, progress, shops.ClientShop(client), served.identity)
-        try:
-            return await loop.run(built)
-        finally:
-            await built.close()
+        shop = shops.ClientShop(client)
+        inputs = await parts.load(config, shop)
+        settings = config.to_dict()
+        with RunDirectory.resume(directory, settings) if _RESUME.value else RunDirectory.create(directory, settings) as run, Progress() as progress:
+            built = parts.build(config, inputs, run, progress, shop, served.identity)
+            try:
+                summary = await loop.run(built)
+            finally:
+                built.close()
+            return summary, write_report(run.path)
 
 
 def main(_) -> None:
     config = _CONFIG.value
     directory = Path(config.runs_directory) / config.name
     with entry.one_line_errors(f"; go on with: python {' '.join([*(a for a in sys.argv if a != '--resume'), '--resume'])}"):
+        parts.check_settings(config)
         planned = plan.of(config)
         plan.show(planned, directory)
         if _DRY_RUN.value:
             return
         require_disk(directory.parent, planned.disk_bytes)
-        opened = RunDirectory.resume(directory, config.to_dict()) if _RESUME.value else RunDirectory.create(directory, config.to_dict())
-        with opened as run, shops.serve(config) as served, Progress() as progress:
-            summary = asyncio.run(_train(config, run, progress, served))
-            report = write_report(run.path)
+        with shops.serve(config) as served:
+            summary, report = asyncio.run(_train(config, directory, served))
         print_summary(summary)
         print(f"report: {report}")
 

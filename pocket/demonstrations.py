@@ -38,7 +38,7 @@ class DemonstrationConfig:
     stale: float = 0.85
     bare: float = 0.3
     drills: float = 0.5
-    observation_weight: float = 0.2
+    observation_weight: float = 0.3
     answer_weight: float = 3.0
 
 
@@ -48,11 +48,11 @@ class _Writer:
     def __init__(self, chat: Chat, prompt: list[int]):
         self._chat = chat
         self.tokens = list(prompt)
-        self.weights = [0.0] * len(prompt)
+        self.weights: list[float] = [0.0] * len(prompt)
 
     def add(self, ids: tuple[int, ...], weights: tuple[float, ...] | float) -> None:
-        self.tokens += ids
-        self.weights += [weights] * len(ids) if isinstance(weights, float) else weights
+        self.tokens.extend(ids)
+        self.weights.extend([weights] * len(ids) if isinstance(weights, float) else weights)
 
     def episode(self) -> Episode:
         mask = tuple(w > 0 for w in self.weights)
@@ -120,7 +120,10 @@ class Demonstrator:
             writer.add(self._result(observation), self._config.observation_weight)
 
     def drill(self, rng: random.Random) -> Episode:
-        """Two random pages with many verdicts, then a price verdict; the loss is on the answers only."""
+        """The needs recited, two random pages with many verdicts, then a price verdict; the loss is on the answers only.
+
+        Reciting comes first in every sense: nothing else can be learned before the policy can find a word in its prompt.
+        """
         shop, task = self._draw(rng)
         wish = read_instruction(task.instruction)
         session = Session(shop, task)
@@ -138,7 +141,15 @@ class Demonstrator:
             writer.add(self._result(step.observation), 0.0)
             return step.observation
 
-        results = take(Action("", "search", f"{rng.choice(pool)} {wish.kind}"), 0.0)
+        needs = [*wish.attributes, wish.kind, wish.stated_axis, wish.stated_value]
+        open_axis = "size" if wish.stated_axis == "colour" else "colour"
+        needs += [open_axis, task.persona[f"likes {open_axis}"], "budget", f"${budget}"]
+        query = f"{rng.choice(pool)} {wish.kind}"
+        ids = self._assistant(Action(" ".join(["need", *needs]), "search", query))
+        writer.add(ids, self._answer_weights(ids, [i for i, word in enumerate(needs, 1) if word not in ("colour", "size", "budget")]))
+        step = session.step("search", {"query": query})
+        writer.add(self._result(step.observation), 0.0)
+        results = step.observation
         for page in range(2):
             labels = [line.split(" ", 1)[0] for line in results.split("\n")[1:]]
             text = take(Action("", "click", rng.choice(labels)), 0.0)

@@ -38,7 +38,9 @@ def kinds(action: Action, wish: Wish) -> list[str]:
     return [*labels, "", {"previous": "leave", "buy now": "buy"}.get(action.argument, "row")]
 
 
-def measure(params: Any, config: ModelConfig, chat: Chat, shop: Shop, *, episodes: int, seed: int, row_length: int = 1152) -> dict[str, tuple[float, int]]:
+def measure(
+    params: Any, config: ModelConfig, chat: Chat, shop: Shop, *, episodes: int, seed: int, row_length: int = 1152
+) -> dict[str, tuple[float, int]]:
     """Accuracy and count by kind, over `episodes` careful demonstrations whose prompts carry every useful skill."""
     rng = random.Random(seed)
     useful = [m for m in mechanisms().values() if m.shopper in PROCEDURES]
@@ -46,7 +48,7 @@ def measure(params: Any, config: ModelConfig, chat: Chat, shop: Shop, *, episode
     correct: dict[str, list[bool]] = defaultdict(list)
 
     @jax.jit
-    def greedy(tokens, positions, segment_ids, index):
+    def greedy(params, tokens, positions, segment_ids, index):
         hidden = model.forward(params, config, tokens, positions, segment_ids)
         return jnp.argmax(model.logits(params, config, jnp.take_along_axis(hidden, index[..., None], axis=1)), -1)
 
@@ -71,7 +73,7 @@ def measure(params: Any, config: ModelConfig, chat: Chat, shop: Shop, *, episode
             tokens += result
             labels += [""] * len(result)
         batch, _ = pack([Episode(tokens, [bool(k) for k in labels])], row_length=row_length, max_trained_per_row=row_length)
-        guess = np.asarray(greedy(batch.tokens, batch.positions, batch.segment_ids, batch.index))
+        guess = np.asarray(greedy(params, batch.tokens, batch.positions, batch.segment_ids, batch.index))
         for kind, right in zip([k for k in labels if k], (guess == batch.targets)[batch.mask], strict=True):
             correct[kind].append(bool(right))
     return {kind: (float(np.mean(values)), len(values)) for kind, values in sorted(correct.items())}

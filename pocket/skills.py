@@ -25,7 +25,8 @@ class Mechanism:
 
 
 def _chunk(name: str, wording: dict[str, str]) -> Chunk:
-    return Chunk(logical_id=name, version=1, provenance={"source": "pocket/skills.json"}, **wording)
+    source = {"source": "pocket/skills.json"}
+    return Chunk(name, 1, wording["title"], wording["applies_when"], wording["procedure"], provenance=source)
 
 
 @functools.cache

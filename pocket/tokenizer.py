@@ -29,7 +29,16 @@ SPANS = (
     "\n</think>\n\n<tool_call>\n<function=click>\n<parameter=target>\n",
     "\n</parameter>\n</function>\n</tool_call>",
 )
-PHRASES = ("| next | back to search", "| next | previous | back to search", "| previous | back to search", "| back to search", "| buy now", "back to search", "buy now", "search page")
+PHRASES = (
+    "| next | back to search",
+    "| next | previous | back to search",
+    "| previous | back to search",
+    "| back to search",
+    "| buy now",
+    "back to search",
+    "buy now",
+    "search page",
+)
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
@@ -37,8 +46,8 @@ def tool_block(tools: Sequence[Mapping[str, Any]]) -> str:
     """The text that the template writes before the system message's own text."""
     scratch = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({UNKNOWN: 0}, UNKNOWN)), chat_template=TEMPLATE.read_text())
     messages = [{"role": "system", "content": "persona"}, {"role": "user", "content": "x"}]
-    text = scratch.apply_chat_template(messages, tools=list(tools), tokenize=False)
-    return text[: text.index("persona")]
+    text = str(scratch.apply_chat_template(messages, tools=[dict(tool) for tool in tools], tokenize=False))
+    return text.partition("persona")[0]
 
 
 def build(words: Iterable[str], tools: Sequence[Mapping[str, Any]]) -> PreTrainedTokenizerFast:

@@ -7,7 +7,7 @@ from shop_env import synthetic
 
 _FIXED = (
     "persona skills age likes brand colour size - find a in under results of | next previous product has chosen missing price done "
-    "invalid yes no budget exceeds ok when : when: "
+    "invalid yes no need budget exceeds ok when : when: "
 )
 _TAGS = ("colour=", "size=", "A", "B", "C", "D", "E")
 

@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 import logging
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +17,18 @@ import numpy as np
 from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
 from intraskill.grpo.loss import CrossEntropy
 from intraskill.grpo.packing import Episode, pack
-from intraskill.models.qwen35 import model
+from intraskill.grpo.policy import qwen35_learner
+from intraskill.models.qwen35 import hf, model, sharding
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.rollout.chat import Chat, load_tokenizer
-from intraskill.types import Batch
-from pocket import tokenizer, vocabulary
+from intraskill.run_directory import versions, write_json
+from intraskill.telemetry import Progress
+from intraskill.types import Batch, InputError
+from pocket import skill_accuracy, tokenizer, vocabulary
 from pocket.demonstrations import DemonstrationConfig, Demonstrator
 from shop_env import session, synthetic
+
+DEV_SEED = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,27 +121,19 @@ def batches(config: WarmStartConfig, episodes: Iterator[Episode]) -> Iterator[Ba
 
 def make_learner(config: WarmStartConfig, shape: ModelConfig) -> Learner:
     """The project's learner with the cross-entropy objective on one device."""
-    mesh = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
-    abstract = model.abstract_params(shape)
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return Learner(
-        lambda params, b: model.log_probs(params, shape, b.tokens, b.positions, b.segment_ids, b.index, b.targets),
-        CrossEntropy(),
-        OptimizerConfig(
-            learning_rate=config.learning_rate,
-            schedule="warmup_cosine",
-            warmup_steps=config.warmup_steps,
-            total_steps=config.updates,
-            final_ratio=0.02,
-            weight_decay=config.weight_decay,
-        ),
-        mesh=mesh,
-        param_shardings=jax.tree.map(lambda _: whole, abstract),
-        decay_mask=jax.tree.map(lambda p: p.ndim >= 2, abstract),
+    optimizer = OptimizerConfig(
+        learning_rate=config.learning_rate,
+        schedule="warmup_cosine",
+        warmup_steps=config.warmup_steps,
+        total_steps=config.updates,
+        final_ratio=0.02,
+        weight_decay=config.weight_decay,
     )
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    return qwen35_learner(shape, mesh, optimizer, CrossEntropy())
 
 
-def train(config: WarmStartConfig, chat: Chat, shape: ModelConfig, report: Callable[[dict[str, Any], TrainState], None]) -> TrainState:
+def train(config: WarmStartConfig, chat: Chat, shape: ModelConfig, report: Callable[[dict[str, Any]], None]) -> TrainState:
     """Runs the whole warm start; calls `report` with averaged metrics every 50 updates."""
     demonstrator = make_demonstrator(config, chat)
     learner = make_learner(config, shape)
@@ -146,6 +146,46 @@ def train(config: WarmStartConfig, chat: Chat, shape: ModelConfig, report: Calla
         window.append(metrics)
         if update % 50 == 0 or update == config.updates:
             means = {k: float(np.mean([m[k] for m in window])) for k in ("loss", "probability", "grad_norm", "learning_rate")}
-            report({"update": update, "updates": config.updates, "seconds": time.time() - start, **means}, state)
+            report({"update": update, "updates": config.updates, "seconds": time.time() - start, **means})
             window = []
     return state
+
+
+def make_checkpoint(config: WarmStartConfig, out: Path) -> None:
+    """Trains and writes the checkpoint directory `out`: weights, tokenizer, and `warm_start.json` with recipe, curve and skills."""
+    if out.exists():
+        raise InputError(f"{out} exists already; remove it or give a new name")
+    with tempfile.TemporaryDirectory() as scratch:
+        chat = make_chat(Path(scratch))
+        shape = model_config(chat.vocab_size)
+        curve: list[dict[str, Any]] = []
+        with Progress() as progress:
+            progress.start("warm start", config.updates)
+
+            def report(record: dict[str, Any]) -> None:
+                progress.advance("warm start", record["update"] - (curve[-1]["update"] if curve else 0), loss=round(record["loss"], 3))
+                curve.append(record)
+
+            state = train(config, chat, shape, report)
+            progress.finish("warm start")
+        skills = skill_accuracy.measure(state.params, shape, chat, held_out_shop(config), episodes=100, seed=config.seed)
+        for kind, (accuracy, count) in skills.items():
+            print(f"{kind:16s} {accuracy:.3f} of {count}")
+        partial = out.with_name(out.name + ".unfinished")
+        shutil.rmtree(partial, ignore_errors=True)
+        hf.save_hf(partial, shape, state.params, "float32", sorted(p for p in Path(scratch).iterdir() if p.is_file()))
+        record = {
+            "recipe": dataclasses.asdict(config),
+            "num_params": sum(int(np.prod(p.shape)) for p in jax.tree.leaves(state.params)),
+            "versions": versions(),
+            "skills": {kind: {"accuracy": accuracy, "count": count} for kind, (accuracy, count) in skills.items()},
+            "curve": curve,
+        }
+        write_json(partial / "warm_start.json", record)
+        os.rename(partial, out)
+
+
+def held_out_shop(config: WarmStartConfig) -> session.Shop:
+    """A world that neither the warm start nor a run sees: where skills are measured and recipes tuned (the dev split)."""
+    world = synthetic.generate(synthetic.SyntheticConfig(seed=DEV_SEED))
+    return session.Shop(world, page_size=config.page_size, max_actions=config.max_actions)

@@ -355,8 +355,8 @@ async def start(app: web.Application, host: str, port: int) -> tuple[web.AppRunn
     except OSError as e:
         await runner.cleanup()
         if e.errno == errno.EADDRINUSE:
-            raise PortBusy(f"port {port} on {host} is in use; stop what listens there, choose another --port, or 0 for any free one") from None
-        raise InvalidSetting(f"cannot listen on {host}:{port} ({e.strerror or e}); choose another --host or --port") from None
+            raise PortBusy(f"port {port} on {host} is in use; stop what listens there, choose another port, or 0 for any free one") from None
+        raise InvalidSetting(f"cannot listen on {host}:{port} ({e.strerror or e}); choose another host or port") from None
     return runner, runner.addresses[0][1]
 
 

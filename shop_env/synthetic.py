@@ -11,17 +11,18 @@ import dataclasses
 import random
 
 from shop_env.catalog import Catalog, Product
+from shop_env.errors import InvalidSetting
 from shop_env.tasks import Goal, Task, World, split_tasks
 
-TYPES = tuple(
+TYPES: tuple[str, ...] = tuple(
     "jacket shirt dress skirt jeans sweater coat boots sandals sneakers backpack wallet belt scarf hat gloves robe lamp pillow blanket".split()
 )
-ATTRIBUTES = tuple(
+ATTRIBUTES: tuple[str, ...] = tuple(
     "waterproof breathable lightweight cotton wool leather linen slim loose padded quilted striped floral plain vintage casual formal "
     "stretchy soft sturdy washable foldable insulated reflective organic handmade recycled hooded zippered lined".split()
 )
-BRANDS = tuple("acme nova zephyr orion lumen tundra cobalt maple vertex harbor summit ember willow atlas pioneer quartz".split())
-COLOURS = tuple("black white red blue green yellow pink grey".split())
+BRANDS: tuple[str, ...] = tuple("acme nova zephyr orion lumen tundra cobalt maple vertex harbor summit ember willow atlas pioneer quartz".split())
+COLOURS: tuple[str, ...] = tuple("black white red blue green yellow pink grey".split())
 SIZES = tuple("tiny small medium large huge".split())
 BASE_PRICES = (20, 30)
 SURCHARGES = (0, 0, 3, 6, 9)
@@ -56,7 +57,7 @@ class SyntheticConfig:
     def __post_init__(self):
         wanted = sum(n for _, n in self.split_sizes)
         if wanted > self.num_products:
-            raise ValueError(f"{wanted} tasks need as many products, got num_products={self.num_products}: raise it or ask for fewer tasks")
+            raise InvalidSetting(f"{wanted} tasks need as many products, got num_products={self.num_products}: raise it or ask for fewer tasks")
 
 
 def _stocked(rng: random.Random, values: tuple[str, ...] | list[str], probability: float) -> list[str]:
@@ -116,7 +117,7 @@ def generate(config: SyntheticConfig) -> World:
     rng = random.Random(config.seed)
     pools = {kind: rng.sample(ATTRIBUTES, config.attributes_per_type) for kind in TYPES}
     palettes = {kind: rng.sample(COLOURS, config.colours_per_type) for kind in TYPES}
-    products = []
+    products: list[Product] = []
     for number in range(config.num_products):
         kind = TYPES[number % len(TYPES)]
         products.append(_product(rng, config, number, kind, pools[kind], palettes[kind]))

@@ -119,9 +119,11 @@ def test_duration(seconds, text):
 
 def test_summary_tables():
     out = io.StringIO()
-    rounds = [{"round": 0, "bare_success": 0.5175, "masked_success": None, "bank_size": 10, "admitted": 320, "seconds": 61}]
+    rounds = [{"round": 0, "bare_success": 0.5175, "masked_success": None, "bank_size": 10, "admitted": ["return@1", "[b]@2"], "seconds": 61}]
     comparisons = [{"name": "final bare - base bare", "difference": 0.325, "interval": [0.275, 0.375]}]
-    print_summary({"rounds": rounds, "test": {"base_bare": {"success": 0.5175, "reward": 0.54221, "n": 400}}, "comparisons": comparisons}, log(out))
+    print_summary(
+        {"rounds": rounds, "test": {"base_bare": {"success": 0.5175, "reward": 0.54221, "num_episodes": 400}}, "comparisons": comparisons}, log(out)
+    )
     text = out.getvalue()
-    for part in ("51.75%", "0.5422", "400", "1:01", "final bare - base bare", "+32.50", "[+27.50, +37.50]"):
+    for part in ("51.75%", "0.5422", "400", "1:01", "return@1, [b]@2", "final bare - base bare", "+32.50", "[+27.50, +37.50]"):
         assert part in text, part

@@ -200,7 +200,10 @@ class Learner:
 
         Raises:
           NonFiniteUpdate: the loss or a gradient is not finite.
+          ValueError: the objective needs old log-probs and the batch has none yet.
         """
+        if self._objective.needs_old_logprobs and all(not b.old_logprobs.any() for b in microbatches) and any(b.mask.any() for b in microbatches):
+            raise ValueError("old_logprobs are all 0: call old_log_probs on the batches of a rollout step before its first update")
         gradient, reports = self._zeros(state.params), []
         for batch in microbatches:
             gradient, report = self._accumulate(state.params, gradient, self._place(batch))

@@ -12,13 +12,15 @@ divides once at the end.
 | ratio_gap | abs(ratio - 1), ratio = policy / old policy |
 | approx_kl | (ratio - 1) - log ratio, an estimate of KL(old policy to policy) that is never negative |
 | sampler_gap | abs(old log-prob - sampler's log-prob): what separates the engine's arithmetic from the trainer's |
+| sampler_capped | 1 where the sampler correction met its cap |
 
-In the last three the log ratio is limited to +-20, so that one runaway token leaves a readable number; the loss itself is never limited.
+In ratio_gap and approx_kl the log ratio is limited to +-20, so that one runaway token leaves a readable number; the loss itself is never limited.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -59,6 +61,10 @@ class Scores(Protocol):
 
 @runtime_checkable
 class Objective(Protocol):
+    """A loss over trained tokens. `needs_old_logprobs` says whether it reads the field that `Learner.old_log_probs` fills."""
+
+    needs_old_logprobs: ClassVar[bool]
+
     def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
         """Returns each token's weighted loss (0 in padding), whose plain sum is the loss, and the sums for `mean_metrics`."""
         ...
@@ -80,13 +86,15 @@ def _common_sums(scores: Scores, batch: DeviceBatch) -> dict[str, Float[Array, "
 class CrossEntropy:
     """Minus the target's log-prob, by `weight` alone: the warm start."""
 
+    needs_old_logprobs: ClassVar[bool] = False
+
     def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
         return -batch.weight * jnp.where(batch.mask, scores.logprob, 0.0), _common_sums(scores, batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class ClippedPolicyGradient:
-    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), with ratio = policy / old policy.
+    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), with ratio = policy / old policy. The defaults are the published run's.
 
     For A >= 0 the minimum is A * min(ratio, 1 + clip_high), for A < 0 it is A * max(ratio, 1 - clip_low): one bound each, and it can be put on
     the LOG ratio. Written so, a clipped token has a gradient of exactly 0 even where its ratio overflows. A token with A < 0 whose ratio explodes is
@@ -95,21 +103,39 @@ class ClippedPolicyGradient:
     Attributes:
       clip_low: how far below 1 the ratio still moves the policy, in (0, 1).
       clip_high: how far above 1, > 0.
+      ratio: "token", or "sequence": all tokens of an episode share the exponential of their mean log ratio (GSPO, Zheng et al. 2025); its clip
+        range is some hundred times narrower, so set both bounds with it.
+      sampler_correction: what multiplies a token's loss to make up for an engine that did not sample from the old policy. With
+        c = old policy / sampler, "none" is 1, "truncate" is min(c, sampler_cap), "mask" is c inside [1 / sampler_cap, sampler_cap] and 0 outside.
+      sampler_cap: > 1; read by "truncate" and "mask".
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
+    ratio: str = "token"
+    sampler_correction: str = "none"
+    sampler_cap: float = 2.0
+    needs_old_logprobs: ClassVar[bool] = True
 
     def __post_init__(self):
         if not (0 < self.clip_low < 1 and self.clip_high > 0):
             raise InputError(f"clip_low must lie in (0, 1) and clip_high above 0, got {self.clip_low} and {self.clip_high}")
+        if self.ratio not in ("token", "sequence"):
+            raise InputError(f"ratio is {self.ratio!r}: use token or sequence")
+        if self.sampler_correction not in ("none", "truncate", "mask"):
+            raise InputError(f"sampler_correction is {self.sampler_correction!r}: use none, truncate or mask")
+        if not self.sampler_cap > 1:
+            raise InputError(f"sampler_cap is {self.sampler_cap}: it must be > 1, a correction of 1 means that engine and trainer agree")
 
     def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
         mask, advantage = batch.mask, batch.advantage
         log_ratio = jnp.where(mask, scores.logprob - batch.old_logprobs, 0.0)
+        if self.ratio == "sequence":
+            log_ratio = _episode_mean(log_ratio, batch)
         low, high = jnp.log1p(-self.clip_low), jnp.log1p(self.clip_high)
         bounded = jnp.where(advantage >= 0, jnp.minimum(log_ratio, high), jnp.maximum(log_ratio, low))
-        token_loss = -batch.weight * advantage * jnp.exp(bounded)
+        correction, corrected = self._correction(batch)
+        token_loss = -batch.weight * correction * advantage * jnp.exp(bounded)
         clipped = ((advantage > 0) & (log_ratio > high)) | ((advantage < 0) & (log_ratio < low))
         shown = jnp.clip(log_ratio, -_METRIC_LOG_RATIO, _METRIC_LOG_RATIO)
         sums = _common_sums(scores, batch) | {
@@ -117,8 +143,33 @@ class ClippedPolicyGradient:
             "ratio_gap": _masked_sum(jnp.abs(jnp.expm1(shown)), mask),
             "approx_kl": _masked_sum(jnp.expm1(shown) - shown, mask),
             "sampler_gap": _masked_sum(jnp.abs(batch.old_logprobs - batch.sampler_logprobs), mask),
+            "sampler_capped": _masked_sum(corrected.astype(jnp.float32), mask),
         }
         return token_loss, sums
+
+    def _correction(self, batch: DeviceBatch) -> tuple[Float[Array, "R M"], Bool[Array, "R M"]]:
+        """The factor of each token's loss (a constant: both log-probs are data), and where the cap decided it."""
+        log_gap = jnp.where(batch.mask, batch.old_logprobs - batch.sampler_logprobs, 0.0)
+        cap = jnp.log(jnp.float32(self.sampler_cap))
+        if self.sampler_correction == "truncate":
+            return jnp.exp(jnp.minimum(log_gap, cap)), log_gap > cap
+        if self.sampler_correction == "mask":
+            outside = jnp.abs(log_gap) > cap
+            return jnp.where(outside, 0.0, jnp.exp(jnp.clip(log_gap, -cap, cap))), outside
+        return jnp.ones_like(log_gap), jnp.zeros_like(batch.mask)
+
+
+def _episode_mean(values: Float[Array, "R M"], batch: DeviceBatch) -> Float[Array, "R M"]:
+    """Each token's value replaced by the mean over its episode's trained tokens; 0 in padding. Values must be 0 in padding."""
+    most = batch.mask.shape[1] + 1  # every packed episode has a trained token, so a row holds at most M of them
+
+    def row(values, segments, mask):
+        total = jax.ops.segment_sum(values, segments, most)
+        count = jax.ops.segment_sum(mask.astype(values.dtype), segments, most)
+        return (total / jnp.maximum(count, 1.0))[segments]
+
+    segments = jnp.where(batch.mask, jnp.take_along_axis(batch.segment_ids, batch.index, axis=1), 0)
+    return jnp.where(batch.mask, jax.vmap(row)(values, segments, batch.mask), 0.0)
 
 
 def mean_metrics(sums: dict[str, float]) -> dict[str, float]:

@@ -19,8 +19,6 @@ from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.model import LogProbs, abstract_params, log_probs
 from intraskill.types import InputError
 
-_ROWS_AXES = ("data", "fsdp")
-
 
 def log_probs_fn(config: ModelConfig, *, temperature: float = 1.0, banned_ids: Sequence[int] = ()) -> LogProbsFn:
     """The model's log-probs under the sampler's convention: softmax(logits / temperature) over the ids that are not banned.
@@ -83,5 +81,5 @@ def qwen35_learner(
         mesh=mesh,
         param_shardings=sharding.param_shardings(config, mesh),
         decay_mask=decay_mask(config),
-        rows_axes=_ROWS_AXES,
+        rows_axes=sharding.ROWS[0],
     )

@@ -13,13 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from intraskill.types import Chunk, InputError, Task, ToolCall
 
 NEEDED_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 _SENTINEL = "sentinelquestion"
+_OPENING = [{"role": "system", "content": "persona"}, {"role": "user", "content": "question"}]
 _MARKUP = re.compile(r"<(?=[|/A-Za-z])")
-_JSON_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
+_JSON_TYPES = {"integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,10 @@ def load_tokenizer(directory: str | Path):
     if not tokenizer.chat_template:
         raise InputError(f"{directory}: the tokenizer has no chat template; add chat_template.jinja next to tokenizer.json")
     return tokenizer
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def neutralise(text: str) -> str:
@@ -91,6 +98,9 @@ class Chat:
         self._tokenizer = tokenizer
         self._tools = list(tools)
         self._thinking = thinking
+        # The tokenizer proper: transformers' wrapper around it costs more than the rest of a turn. A group sees the same pages many times.
+        backend = tokenizer.backend_tokenizer
+        self._cached_encode = functools.lru_cache(maxsize=16384)(lambda text: tuple(backend.encode(text, add_special_tokens=False).ids))
         self._parameters = {t["function"]["name"]: t["function"]["parameters"] for t in self._tools}
         vocabulary = tokenizer.get_vocab()
         self.stop_ids: tuple[int, ...] = tuple(vocabulary[t] for t in STOP_TOKENS)
@@ -108,19 +118,32 @@ class Chat:
         return self._encode(self._text(messages))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._cached_encode(text))
 
     def _result_fragments(self) -> tuple[str, str]:
         """What the template writes before and after a tool result that follows an assistant turn's stop token."""
         call = {"type": "function", "function": {"name": self._tools[0]["function"]["name"], "arguments": {}}}
-        opening = [{"role": "system", "content": "persona"}, {"role": "user", "content": "question"}]
-        turn = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": [call]}
-        before = self._text([*opening, turn], generate=False).rstrip("\n")
-        whole = self._text([*opening, turn, {"role": "tool", "content": _SENTINEL}])
-        if not whole.startswith(before) or not before.endswith(STOP_TOKENS[0]) or whole.count(_SENTINEL) != 1:
+        thought = "thought" if self._thinking else ""
+        turn = {"role": "assistant", "content": "", "reasoning_content": thought, "tool_calls": [call]}
+        result = {"role": "tool", "content": _SENTINEL}
+        try:
+            before = self._text([*_OPENING, turn], generate=False).rstrip("\n")
+            whole = self._text([*_OPENING, turn, result])
+            twice = self._text([*_OPENING, turn, result, turn, result])
+            opening = self._opening
+        except jinja2.TemplateError as error:
+            raise InputError(f"the chat template cannot render a tool call and its result ({' '.join(str(error).split())}); use Qwen3.5's") from error
+        appends = before.startswith(opening) and before.endswith(STOP_TOKENS[0]) and whole.startswith(before) and whole.count(_SENTINEL) == 1
+        # A second round trip, because a template may drop the thoughts of all turns but the latest few.
+        if not appends or twice != whole + before[len(opening) :] + whole[len(before) :]:
             raise InputError("the chat template rewrites earlier turns when a tool result is added; use one that only appends")
         head, tail = whole[len(before) :].split(_SENTINEL)
         return head, tail
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer owns; a model's embedding may have more rows."""
+        return len(self._tokenizer)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -146,8 +169,7 @@ class Chat:
         """The canonical ids of an assistant turn, stop token included: what a demonstration teaches the policy to write."""
         whole = self._text(
             [
-                {"role": "system", "content": "persona"},
-                {"role": "user", "content": "question"},
+                *_OPENING,
                 {
                     "role": "assistant",
                     "content": "",
@@ -161,11 +183,11 @@ class Chat:
 
     @functools.cached_property
     def _opening(self) -> str:
-        return self._text([{"role": "system", "content": "persona"}, {"role": "user", "content": "question"}])
+        return self._text(_OPENING)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included. A view: never encoded again."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self._tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def banned_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Ids that no turn may sample: rows of the embedding that no token owns, the unknown token, and whatever opens a turn or a result."""
@@ -219,9 +241,9 @@ class Chat:
             value: Any = raw.strip()
             if kind != "string":
                 try:
-                    value = json.loads(raw)
+                    value = json.loads(raw, parse_constant=_no_number)
                 except ValueError:
-                    value = None
+                    return ProtocolError("wrong_type", f"{key} must be {kind}")
                 if not isinstance(value, _JSON_TYPES.get(kind, object)) or (kind != "boolean" and isinstance(value, bool)):
                     return ProtocolError("wrong_type", f"{key} must be {kind}")
             arguments[key] = value

@@ -39,14 +39,17 @@ class JaxEngine:
     Args:
       config: the model; its activation dtype is the cache's.
       params: not copied, so nobody may donate these arrays while the engine serves them. `load_weights` replaces them by arrays of its own.
-      shapes: sizes of slots and calls.
+      num_slots: episodes whose state is kept.
+      max_length: tokens an episode may have.
       seed: with a session's `noise` and a token's position, the source of all randomness.
       version: of `params`.
+      sizes: further fields of `Shapes`, where its defaults do not suit the machine.
     """
 
-    def __init__(self, config: ModelConfig, params: Any, *, shapes: Shapes, seed: int, version: int = 0):
-        if shapes.max_length > config.max_positions:
-            raise InputError(f"engine max_length is {shapes.max_length}: the model has {config.max_positions} positions, give at most that many")
+    def __init__(self, config: ModelConfig, params: Any, *, num_slots: int, max_length: int, seed: int, version: int = 0, **sizes: Any):
+        if max_length > config.max_positions:
+            raise InputError(f"engine max_length is {max_length}: the model has {config.max_positions} positions, give at most that many")
+        shapes = Shapes(num_slots=num_slots, max_length=max_length, **{"decode_rows": min(Shapes.decode_rows, num_slots), **sizes})
         self.config = config
         self.shapes = shapes
         self._seed = seed
@@ -177,11 +180,11 @@ class JaxEngine:
     def _prefill_arguments(self, call: PrefillCall) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Rows, fresh, tokens, num_new."""
         n = self.shapes.prefill_rows(call.bucket)
-        rows, num_new = np.full(n, self.shapes.scratch_row, np.int32), np.zeros(n, np.int32)
+        rows, num_new = np.full(n, self.shapes.no_row, np.int32), np.zeros(n, np.int32)
         fresh, tokens = np.ones(n, bool), np.zeros((n, call.bucket), np.int32)
         for i, episode in enumerate(call.episodes):
             piece = episode.pieces[0]
-            rows[i], fresh[i], num_new[i] = episode.slot, episode.fresh, piece.stop - piece.start
+            rows[i], fresh[i], num_new[i] = episode.row, episode.fresh, piece.stop - piece.start
             tokens[i, : num_new[i]] = episode.tokens[piece.start : piece.stop]
         return rows, fresh, tokens, num_new
 
@@ -216,7 +219,7 @@ class JaxEngine:
         for i, episode in enumerate(episodes):
             assert episode.request is not None
             sampling = episode.request.sampling
-            rows.rows[i] = episode.slot
+            rows.rows[i] = episode.row
             rows.key[i] = episode.key
             rows.temperature[i] = sampling.temperature
             rows.stop_ids[i, : len(sampling.stop_ids)] = sampling.stop_ids

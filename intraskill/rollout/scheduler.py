@@ -5,8 +5,8 @@ its own length into pieces of fixed sizes, every call of a kind and size has one
 slot is rebuilt through the very pieces and single steps that built it. So its numbers are the same bits alone, in a crowd, and after an
 eviction.
 
-Rows of the cache: `num_slots` for episodes, then `num_prompts` for the first prompts last seen (the other episodes of a group copy them
-instead of computing them), then one scratch row that fills calls up.
+Rows of the cache: `num_slots` for episodes, then `num_prompts` for the first prompts last seen, which the other episodes of a group copy
+instead of computing them.
 """
 
 import collections
@@ -42,7 +42,7 @@ class Shapes:
     max_length: int
     num_prompts: int = 8
     decode_rows: int = 32
-    decode_block: int = 4
+    decode_block: int = 8
     prefill_buckets: tuple[int, ...] = (16, 32, 64, 128, 256)
     prefill_tokens: int = 128
 
@@ -55,11 +55,12 @@ class Shapes:
 
     @property
     def num_rows(self) -> int:
-        return self.num_slots + self.num_prompts + 1
+        return self.num_slots + self.num_prompts
 
     @property
-    def scratch_row(self) -> int:
-        return self.num_rows - 1
+    def no_row(self) -> int:
+        """Fills a call up: a row beyond the last, of which nothing is written back."""
+        return self.num_rows
 
     def prefill_rows(self, bucket: int) -> int:
         return max(1, self.prefill_tokens // bucket)
@@ -118,6 +119,12 @@ class Episode:
     pieces: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
     request: Request | None = None
     used: int = 0
+
+    @property
+    def row(self) -> int:
+        """The slot of an episode that has one."""
+        assert self.slot is not None, f"session {self.id} is computed without a slot"
+        return self.slot
 
     @property
     def fresh(self) -> bool:
@@ -300,14 +307,14 @@ class Scheduler:
             row = self._prompts.get(episode.opening) if episode.fresh else None
             if row is None:
                 continue
-            assert episode.slot is not None and episode.request is not None
+            assert episode.request is not None
             self._prompts.move_to_end(episode.opening)
             episode.fed = len(episode.opening)
             episode.request.cached_tokens = min(episode.fed, episode.request.prompt_length)
             while episode.pieces and episode.pieces[0].stop <= episode.fed:
                 episode.pieces.popleft()
             self.counts["copied_tokens"] += episode.fed
-            pairs.append((row, episode.slot))
+            pairs.append((row, episode.row))
         return CopyCall(tuple(pairs)) if pairs else None
 
     # ------------------------------------------------------------------------------------------------------------ results
@@ -325,7 +332,7 @@ class Scheduler:
             self._touch(episode)
             if piece.stop == len(episode.opening) and self._openings.get(episode.opening) is episode:
                 del self._openings[episode.opening]
-                pairs.append((episode.slot, self._keep_prompt(episode.opening)))
+                pairs.append((episode.row, self._keep_prompt(episode.opening)))
         return CopyCall(tuple(pairs)) if pairs else None
 
     def _keep_prompt(self, opening: tuple[int, ...]) -> int:

@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from intraskill.models.qwen35 import cache as model_cache
-from intraskill.models.qwen35 import model
+from intraskill.models.qwen35 import cache, model
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.rollout.scheduler import Shapes
 
@@ -27,23 +26,23 @@ MAX_BANNED_SETS = 4
 class State(NamedTuple):
     """Everything an episode has on the device, one row each: the model's cache and the hidden state that predicts the next token."""
 
-    cache: Any
+    cache: cache.Cache
     hidden: Float[Array, "rows D"]
 
 
 class DecodeRows(NamedTuple):
-    """What a decode call needs to know about its rows. Unused rows have a budget of 0."""
+    """What a decode call needs to know about its rows: numpy arrays here, traced ones in the program. Unused rows have a budget of 0."""
 
-    rows: Int[np.ndarray, " R"]
-    budget: Int[np.ndarray, " R"]  # tokens this call may emit
-    forced: Int[np.ndarray, "R block"]  # tokens to feed instead of sampled ones,
-    num_forced: Int[np.ndarray, " R"]  # for this many steps
-    last: Bool[np.ndarray, " R"]  # whether the budget's last token ends the turn and need not be fed
-    position: Int[np.ndarray, " R"]  # of the first token that is emitted, in the episode
-    key: UInt32[np.ndarray, "R 2"]
-    temperature: Float[np.ndarray, " R"]
-    stop_ids: Int[np.ndarray, "R stops"]  # -1 where there are fewer
-    banned_set: Int[np.ndarray, " R"]
+    rows: Int[Any, " R"]
+    budget: Int[Any, " R"]  # tokens this call may emit
+    forced: Int[Any, "R block"]  # tokens to feed instead of sampled ones,
+    num_forced: Int[Any, " R"]  # for this many steps
+    last: Bool[Any, " R"]  # whether the budget's last token ends the turn and need not be fed
+    position: Int[Any, " R"]  # of the first token that is emitted, in the episode
+    key: UInt32[Any, "R 2"]
+    temperature: Float[Any, " R"]
+    stop_ids: Int[Any, "R stops"]  # -1 where there are fewer
+    banned_set: Int[Any, " R"]
 
 
 class Decoded(NamedTuple):
@@ -86,13 +85,10 @@ class Programs:
         self.num_compilations = 0
         self.compile_seconds = 0.0
         self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
-        # The cache's layout is the model's affair; the axis of its rows is the one that grows with their number.
-        two, three = (jax.eval_shape(lambda n=n: self._init_cache(n)) for n in (2, 3))
-        self._axes = jax.tree.map(lambda a, b: next(i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n), two, three)
 
     def init_state(self) -> State:
         hidden = jnp.zeros((self.shapes.num_rows, self.config.hidden_size), self.config.activation_dtype)
-        return State(self._init_cache(self.shapes.num_rows), hidden)
+        return State(cache.init_cache(self.config, self.shapes.num_rows, self.shapes.max_length), hidden)
 
     def compile_all(self, params: Any, state: State) -> None:
         """Compiles every program that the shapes allow."""
@@ -104,10 +100,10 @@ class Programs:
     # ------------------------------------------------------------------------------------------------------------- calls
 
     def copy(self, params: Any, state: State, pairs: Sequence[tuple[int, int]]) -> State:
-        """Copies rows. A fixed number at a time; what is left of a call copies the scratch row onto itself."""
+        """Copies rows. A fixed number at a time; what is left over of a call is dropped."""
         size = self.shapes.decode_rows
         for start in range(0, len(pairs), size):
-            rows = np.full((2, size), self.shapes.scratch_row, np.int32)
+            rows = np.full((2, size), self.shapes.no_row, np.int32)
             some = pairs[start : start + size]
             rows[:, : len(some)] = np.array(some, np.int32).T
             state = self._program("copy", 0, params, state)(params, state, rows[0], rows[1])
@@ -129,7 +125,7 @@ class Programs:
             return np.zeros(shape, np.int32)
 
         return DecodeRows(
-            rows=np.full(n, self.shapes.scratch_row, np.int32),
+            rows=np.full(n, self.shapes.no_row, np.int32),
             budget=ints(n),
             forced=ints(n, block),
             num_forced=ints(n),
@@ -165,25 +161,17 @@ class Programs:
         rows = np.zeros(n, np.int32)
         return self._prefill, (rows, np.zeros(n, bool), np.zeros((n, bucket), np.int32), rows)
 
-    def _init_cache(self, num_rows: int) -> Any:
-        return model_cache.init_cache(self.config, num_rows, self.shapes.max_length, self.config.activation_dtype)
-
-    def _gather(self, cache: Any, rows: Int[Array, " R"]) -> Any:
-        return jax.tree.map(lambda x, axis: jnp.take(x, rows, axis=axis, mode="clip"), cache, self._axes)
-
-    def _scatter(self, cache: Any, rows: Int[Array, " R"], part: Any) -> Any:
-        return jax.tree.map(lambda x, p, axis: x.at[(slice(None),) * axis + (rows,)].set(p), cache, part, self._axes)
-
     def _copy(self, params: Any, state: State, source: Int[Array, " R"], target: Int[Array, " R"]) -> State:
         del params  # every program takes the same first arguments
-        return State(self._scatter(state.cache, target, self._gather(state.cache, source)), state.hidden.at[target].set(state.hidden[source]))
+        hidden = state.hidden.at[target].set(state.hidden[source], mode="drop")
+        return State(cache.copy_slots(state.cache, source, target), hidden)
 
     def _prefill(
         self, params: Any, state: State, rows: Int[Array, " P"], fresh: Bool[Array, " P"], tokens: Int[Array, "P T"], num_new: Int[Array, " P"]
     ) -> State:
-        part = model_cache.reset_slots(self._gather(state.cache, rows), fresh)
+        part = cache.reset_slots(cache.gather_slots(state.cache, rows), fresh)
         hidden, part = model.extend(params, self.config, part, tokens, num_new)
-        return State(self._scatter(state.cache, rows, part), state.hidden.at[rows].set(hidden))
+        return State(cache.scatter_slots(state.cache, part, rows), state.hidden.at[rows].set(hidden, mode="drop"))
 
     def _decode(self, params: Any, state: State, banned: Bool[Array, "sets V"], d: DecodeRows) -> tuple[State, Decoded]:
         block, n = self.shapes.decode_block, self.shapes.decode_rows
@@ -210,10 +198,11 @@ class Programs:
             jnp.int32(0),
             d.budget > 0,
             state.hidden[d.rows],
-            self._gather(state.cache, d.rows),
+            cache.gather_slots(state.cache, d.rows),
             jnp.zeros((block, n), jnp.int32),
             jnp.zeros((block, n), jnp.float32),
             jnp.zeros(n, jnp.int32),
         )
         _, _, hidden, part, ids, logprobs, counts = lax.while_loop(unfinished, advance, start)
-        return State(self._scatter(state.cache, d.rows, part), state.hidden.at[d.rows].set(hidden)), Decoded(ids, logprobs, counts)
+        state = State(cache.scatter_slots(state.cache, part, d.rows), state.hidden.at[d.rows].set(hidden, mode="drop"))
+        return state, Decoded(ids, logprobs, counts)

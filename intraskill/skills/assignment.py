@@ -103,10 +103,11 @@ def assign(pool: CandidatePool, *, seed: int, split: str, task_ids: Sequence[str
     if samples < 1 or not task_ids or len(set(task_ids)) != len(task_ids):
         raise InputError(f"{len(task_ids)} task ids ({len(set(task_ids))} distinct), {samples} samples: give distinct tasks and samples >= 1")
     cols = columns(pool)
+    grouped = families(cols)
 
     def drawn(task: str, sample: int) -> tuple[str, ...]:
         chosen = set()
-        for family, members in families(cols).items():
+        for family, members in grouped.items():
             slot = int(draws.uniform("gate", seed, split, task, sample, family) * (len(members) + 1))
             chosen |= {members[slot - 1].id} if slot else set()
         return tuple(c.id for c in cols if c.id in chosen)

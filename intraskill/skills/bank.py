@@ -6,6 +6,7 @@ version of a family is active, and no prompt ever carries two.
 
 import dataclasses
 import enum
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ class Bank:
     def record(self) -> records.Record:
         return records.Record("bank", {"chunks": [encode_chunk(c) for c in self.chunks]}, self.inputs)
 
-    @property
+    @functools.cached_property
     def sha256(self) -> str:
         return self.record.sha256
 

@@ -8,6 +8,7 @@ Treatments are plain parameters: q = 1 is plain GRPO; q = 0 with rho_min = rho_m
 """
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ class Curriculum:
         content = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items() if k != "bank_sha256"}
         return records.Record("curriculum", content, {"bank": self.bank_sha256})
 
-    @property
+    @functools.cached_property
     def sha256(self) -> str:
         return self.record.sha256
 

@@ -23,108 +23,11 @@ from statsmodels.regression.linear_model import OLS
 from intraskill.skills import records, statistics
 from intraskill.skills.assignment import Column, Plan, families, standard_scale
 from intraskill.skills.bank import MAX_ACTIVE, Bank, CandidatePool
-from intraskill.types import InputError, Status, Trajectory, require
+from intraskill.skills.pairing import Identity, Observed, Pairs, pair
+from intraskill.types import InputError, require
 
 DIGITS = 12  # coefficients are compared to this many decimals: below lies the solver's rounding, not a preference
 POWER_FACTOR = 2.8015852181299967  # z(0.975) + z(0.8): an effect of this many standard errors is found four times in five
-
-
-# ------------------------------------------------------------------------------------------------------------ observations
-
-
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """What must be equal for two episodes to be comparable: hashes that were verified, not names that someone typed."""
-
-    weights: str  # digest of the published weights that the engine confirmed
-    sampling: str
-    prompt: str  # digest of the prompt's fixed parts and of the chunk texts
-    environment: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Observed:
-    """One validation episode as the gate sees it; `injected` is what the prompt really carried."""
-
-    task_id: str
-    sample: int
-    injected: tuple[str, ...]
-    outcomes: Mapping[str, float]  # "reward", "success" and the reward's components
-    identity: Identity
-    scored: bool = True
-
-
-def observe(
-    task_id: str, sample: int, injected: Sequence[str], trajectory: Trajectory, identity: Identity, components: Sequence[str] = ()
-) -> Observed:
-    """The gate's view of a trajectory; an episode without a purchase scores 0 in every component."""
-    bought = trajectory.status == Status.PURCHASE
-    outcomes = {"reward": trajectory.reward, "success": float(trajectory.success)}
-    outcomes |= {name: float(trajectory.reward_detail[name]) if bought else 0.0 for name in components}
-    return Observed(task_id, sample, tuple(injected), outcomes, identity, trajectory.scored)
-
-
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Differences of paired episodes, one row a pair."""
-
-    columns: tuple[Column, ...]
-    tasks: tuple[str, ...]
-    samples: tuple[int, ...]
-    design: Float[np.ndarray, "N K"]
-    masked: Mapping[str, Float[np.ndarray, " N"]]
-    bare: Mapping[str, Float[np.ndarray, " N"]]
-
-
-def pair(plan: Plan, bare: Iterable[Observed], masked: Iterable[Observed], identity: Identity) -> tuple[Pairs, tuple[str, ...]]:
-    """Pairs bare and masked episodes under the contract.
-
-    Returns the pairs of the rows that are in order, and every breach of the contract in words; any breach makes the gate incomplete.
-    """
-    problems: list[str] = []
-    assigned = {(a.task_id, a.sample): a.chunk_ids for a in plan.assignments}
-    bare_found = _accept("bare", bare, dict.fromkeys(assigned, ()), identity, problems)
-    masked_found = _accept("masked", masked, assigned, identity, problems)
-    keys = [k for k in assigned if k in bare_found and k in masked_found]
-    found = [x.outcomes for k in keys for x in (bare_found[k], masked_found[k])]
-    outcomes = list(found[0]) if found else []
-    if any(set(o) != set(outcomes) for o in found):
-        problems.append(f"episodes report different outcomes: {sorted({name for o in found for name in o})} are not in all of them")
-        outcomes = [name for name in outcomes if all(name in o for o in found)]
-    where = [i for i, a in enumerate(plan.assignments) if (a.task_id, a.sample) in set(keys)]
-    values = [{n: np.array([x[k].outcomes[n] for k in keys], np.float64) for n in outcomes} for x in (masked_found, bare_found)]
-    pairs = Pairs(plan.columns, tuple(k[0] for k in keys), tuple(k[1] for k in keys), plan.design[where], values[0], values[1])
-    return pairs, tuple(problems)
-
-
-def _accept(
-    arm: str, episodes: Iterable[Observed], expected: Mapping[tuple[str, int], tuple[str, ...]], identity: Identity, problems: list[str]
-) -> dict[tuple[str, int], Observed]:
-    """The episodes of one arm that keep the contract, by (task, sample); breaches are appended to `problems`."""
-    found: dict[tuple[str, int], Observed] = {}
-    for episode in episodes:
-        key, name = (episode.task_id, episode.sample), f"{arm} episode of task {episode.task_id} sample {episode.sample}"
-        if not episode.scored:
-            continue  # a technical failure: it may be run again, until then its row is missing
-        differ = [
-            f"{f.name} {getattr(episode.identity, f.name)[:12]} != {getattr(identity, f.name)[:12]}"
-            for f in dataclasses.fields(Identity)
-            if getattr(episode.identity, f.name) != getattr(identity, f.name)
-        ]
-        if key not in expected:
-            problems.append(f"{name} is not in the plan")
-        elif key in found:
-            problems.append(f"{name} was completed twice")
-        elif differ:
-            problems.append(f"{name} is of another identity: {', '.join(differ)}")
-        elif episode.injected != expected[key]:
-            problems.append(f"{name} carried {list(episode.injected)}, assigned were {list(expected[key])}")
-        elif not all(math.isfinite(v) for v in episode.outcomes.values()):
-            problems.append(f"{name} has an outcome that is not finite: {dict(episode.outcomes)}")
-        else:
-            found[key] = episode
-    problems += [f"{arm} episode of task {k[0]} sample {k[1]} is missing" for k in expected if k not in found]
-    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- estimation
@@ -216,6 +119,24 @@ def fit(pairs: Pairs, outcome: str = "reward", *, draws: int = 2000, seed: int =
         for j, column in enumerate(pairs.columns)
     )
     return Fit(outcome, num_rows, rank, _finite(np.linalg.cond(design)), sigma, estimates=estimates, **shares)
+
+
+def interaction(pairs: Pairs, first: str, second: str, outcome: str = "reward", *, draws: int = 2000) -> Estimate:
+    """What two chunks contribute together beyond the sum of their own contributions: the additive fit with their product as one more column.
+
+    Chunks of one family never share a prompt and so have no interaction.
+    """
+    index = {c.id: i for i, c in enumerate(pairs.columns)}
+    unknown = sorted({first, second} - set(index))
+    if unknown or pairs.columns[index[first]].family == pairs.columns[index[second]].family:
+        raise InputError(f"{first} and {second}: name two measured chunks of different families; measured are {', '.join(index)}")
+    column = Column(f"{first} x {second}", f"{first} x {second}", False)
+    product = pairs.design[:, index[first]] * pairs.design[:, index[second]]
+    extended = dataclasses.replace(pairs, columns=(*pairs.columns, column), design=np.column_stack([pairs.design, product]))
+    fitted = fit(extended, outcome, draws=draws)
+    if fitted.rank < len(extended.columns):
+        raise InputError(f"{column.id}: {fitted.rows} pairs cannot tell it from the other columns: use more tasks or samples")
+    return fitted.estimates[-1]
 
 
 def _bootstrap(
@@ -342,6 +263,28 @@ class GateResult:
     def save(self, path: str | os.PathLike) -> str:
         """Writes the result atomically and returns its sha256."""
         return records.write(path, self.record)
+
+    @staticmethod
+    def load(path: str | os.PathLike) -> "GateResult":
+        """Reads a result, refusing an edited file."""
+        record = records.read(path, "gate")
+        content = record.content
+        try:
+            names, rows, columns = content["outcomes"], content["rows"], tuple(Column(**c) for c in content["columns"])
+            design = np.array([r[2] for r in rows], np.float64).reshape(len(rows), len(columns))
+            masked, bare = ({n: np.array([r[i][j] for r in rows], np.float64) for j, n in enumerate(names)} for i in (3, 4))
+            return GateResult(
+                tuple(content["problems"]),
+                content["outcome"],
+                content["max_active"],
+                Identity(**content["identity"]),
+                Pairs(columns, tuple(r[0] for r in rows), tuple(r[1] for r in rows), design, masked, bare),
+                {k: Fit(**{**f, "estimates": tuple(Estimate(**e) for e in f["estimates"])}) for k, f in content["fits"].items()},
+                tuple(Decision(**{**d, "verdict": Verdict(d["verdict"])}) for d in content["decisions"]),
+                record.inputs,
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise InputError(f"{path}: is not a gate result ({type(error).__name__}: {error}); restore it or run the gate again") from error
 
 
 def run(

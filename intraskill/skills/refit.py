@@ -14,6 +14,7 @@ import numpy as np
 from intraskill.skills import gate, records
 from intraskill.skills.assignment import Column
 from intraskill.skills.bank import MAX_ACTIVE
+from intraskill.skills.pairing import Pairs
 from intraskill.types import InputError
 
 TOLERANCE = 1e-12
@@ -33,7 +34,7 @@ def refit(path: str | os.PathLike, *, draws: int = 2000) -> Refit:
     raw = records.read_json(path)
     try:
         if isinstance(raw, dict) and raw.get("schema") == "gate":
-            return _refit_run(records.read(path, "gate").content, draws)
+            return _refit_run(gate.GateResult.load(path), draws)
         return _refit_published(raw, draws)
     except InputError:
         raise
@@ -52,7 +53,7 @@ def _refit_published(raw: Mapping[str, Any], draws: int) -> Refit:
     tasks = tuple(str(r[0]) for r in rows)
     if len(set(tasks)) != len(tasks):
         raise InputError("a task occurs in two rows; each task has one pair: remove the duplicate")
-    fitted = gate.fit(gate.Pairs(columns, tasks, (0,) * len(rows), design, masked, bare), draws=draws)
+    fitted = gate.fit(Pairs(columns, tasks, (0,) * len(rows), design, masked, bare), draws=draws)
     decisions = gate.decide(fitted, columns, MAX_ACTIVE)
     differences = []
     for old, new in zip(recorded, decisions, strict=True):
@@ -70,26 +71,19 @@ def _refit_published(raw: Mapping[str, Any], draws: int) -> Refit:
     return Refit(fitted, decisions, tuple(differences))
 
 
-def _refit_run(content: Mapping[str, Any], draws: int) -> Refit:
-    columns = tuple(Column(**c) for c in content["columns"])
-    rows, names = content["rows"], content["outcomes"]
-    design = np.array([r[2] for r in rows], np.float64).reshape(len(rows), len(columns))
-    masked, bare = ({n: np.array([r[i][j] for r in rows], np.float64) for j, n in enumerate(names)} for i in (3, 4))
-    pairs = gate.Pairs(columns, tuple(r[0] for r in rows), tuple(r[1] for r in rows), design, masked, bare)
-    fits = {name: gate.fit(pairs, name, draws=draws) for name in names}
+def _refit_run(old: gate.GateResult, draws: int) -> Refit:
+    if old.outcome not in old.pairs.masked:
+        raise InputError(f"an incomplete gate without a pair of {old.outcome!r}: nothing to fit; its problems begin {old.problems[:2]}")
+    fits = {name: gate.fit(old.pairs, name, draws=draws) for name in old.pairs.masked}
     differences = []
-    for name in names:
-        for old, new in zip(content["fits"][name]["estimates"], fits[name].estimates, strict=True):
+    for name, fitted in fits.items():
+        for recorded, new in zip(old.fits[name].estimates, fitted.estimates, strict=True):
             for field in ("coefficient", "error", "t", "present"):
-                differences += _compare(f"{name} {new.id} {field}", old[field], getattr(new, field))
-    if content["outcome"] not in fits:
-        raise InputError(f"an incomplete gate without a single pair: nothing to fit; its problems begin {content['problems'][:2]}")
-    fitted = fits[content["outcome"]]
-    decisions = gate.decide(fitted, columns, content["max_active"]) if content["status"] == "complete" else ()
+                differences += _compare(f"{name} {new.id} {field}", getattr(recorded, field), getattr(new, field))
+    decisions = gate.decide(fits[old.outcome], old.pairs.columns, old.max_active) if old.status == "complete" else ()
     for field in ("id", "rank", "verdict"):
-        differences += _compare(f"decisions' {field}", [d[field] for d in content["decisions"]], [getattr(d, field) for d in decisions])
-    differences += _compare("selected ids", content["selected"], [d.id for d in decisions if d.verdict == gate.Verdict.SELECTED])
-    return Refit(fitted, decisions, tuple(differences))
+        differences += _compare(f"decisions' {field}", [str(getattr(d, field)) for d in old.decisions], [str(getattr(d, field)) for d in decisions])
+    return Refit(fits[old.outcome], decisions, tuple(differences))
 
 
 def _compare(name: str, old: Any, new: Any) -> list[str]:

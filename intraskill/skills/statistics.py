@@ -37,7 +37,7 @@ class PairedDifference:
 def percentile_interval(values: Float[np.ndarray, "D *K"], level: float) -> tuple[Float[np.ndarray, "*K"], Float[np.ndarray, "*K"]]:
     """The central `level` range of bootstrap draws."""
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return low, high
+    return np.asarray(low), np.asarray(high)  # of one-dimensional draws numpy makes scalars
 
 
 def bootstrap_means(values: Float[np.ndarray, " N"], *, draws: int = DRAWS, seed: int = 0) -> Float[np.ndarray, " D"]:

@@ -217,6 +217,12 @@ def test_a_non_finite_old_log_prob_stops():
     assert caught.value.episodes == (1,)
 
 
+def test_old_log_probs_may_not_be_forgotten():
+    learner = toy.learner(ClippedPolicyGradient())
+    with pytest.raises(ValueError, match="old_logprobs are all 0"):
+        learner.update(learner.init(toy.params()), [rl_batch()])
+
+
 def test_bad_input_is_refused():
     with pytest.raises(InputError, match="multiple of 8"):
         learner = toy.learner(CrossEntropy(), num_devices=8)

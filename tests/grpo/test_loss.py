@@ -1,3 +1,4 @@
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -13,40 +14,50 @@ from intraskill.types import InputError
 LOW, HIGH = 0.2, 0.28
 
 
-def device_batch(episodes, old, **options):
-    """A packed batch with the given old log-probs, one list per episode."""
-    batch, _ = pack(episodes, row_length=16, max_trained_per_row=8, **options)
+def packed(episodes, old, **options):
+    """A batch of always one shape with the given old log-probs, one list per episode, and where each episode's tokens are."""
+    batch, _ = pack(episodes, row_length=16, max_trained_per_row=8, rows_multiple_of=2, **options)
     filled = np.zeros_like(batch.old_logprobs)
     for n, values in enumerate(old):
-        filled[batch.mask & (batch.episode == n)] = values
-    return jax.tree.map(jnp.asarray, DeviceBatch.of(batch)._replace(old_logprobs=filled))
+        filled[batch.episode == n] = values
+    return jax.tree.map(jnp.asarray, DeviceBatch.of(batch)._replace(old_logprobs=filled)), batch.episode
 
 
-def reference(logprobs, old, advantages, token_mean=False):
-    """The published formula, literally, over lists of episodes' tokens in float64."""
-    losses = []
-    for new, before, advantage in zip(logprobs, old, advantages, strict=True):
-        ratio = np.exp(np.array(new, np.float64) - np.array(before, np.float64))
-        losses.append(-np.minimum(ratio * advantage, np.clip(ratio, 1 - LOW, 1 + HIGH) * advantage))
-    return np.concatenate(losses).mean() if token_mean else np.mean([x.mean() for x in losses])
+@functools.partial(jax.jit, static_argnums=0)
+def apply(objective, logprob, batch):
+    token_loss, sums = objective(SimpleNamespace(logprob=logprob, entropy=jnp.where(batch.mask, jnp.float32(0.5), jnp.nan)), batch)
+    return jnp.sum(token_loss), sums
 
 
-def scores(batch, episode_of, logprobs):
-    """The model's word, with NaN in the padding."""
-    logprob = np.full(batch.mask.shape, np.nan, np.float32)
+@functools.partial(jax.jit, static_argnums=0)
+def slopes(objective, logprob, batch):
+    """Derivative of the loss by each log-prob."""
+    return jax.grad(lambda x: apply(objective, x, batch)[0])(logprob)
+
+
+def scattered(episode_of, logprobs):
+    """The model's word, with NaN in the padding, where it must not matter."""
+    logprob = np.full(episode_of.shape, np.nan, np.float32)
     for n, values in enumerate(logprobs):
         logprob[episode_of == n] = values
-    return SimpleNamespace(logprob=jnp.asarray(logprob), entropy=jnp.where(batch.mask, jnp.float32(0.5), jnp.nan))
+    return jnp.asarray(logprob)
 
 
-def episode_of(episodes, **options):
-    return pack(episodes, row_length=16, max_trained_per_row=8, **options)[0].episode
+def run(episodes, logprobs, old, objective=ClippedPolicyGradient(LOW, HIGH), **options):  # noqa: B008 (frozen)
+    batch, episode_of = packed(episodes, old, **options)
+    loss, sums = apply(objective, scattered(episode_of, logprobs), batch)
+    return float(loss), mean_metrics({k: float(v) for k, v in sums.items()})
 
 
-def run(episodes, logprobs, old, **options):
-    batch = device_batch(episodes, old, **options)
-    token_loss, sums = ClippedPolicyGradient(LOW, HIGH)(scores(batch, episode_of(episodes, **options), logprobs), batch)
-    return float(jnp.sum(token_loss)), mean_metrics({k: float(v) for k, v in sums.items()})
+def reference(logprobs, old, advantages, *, token_mean=False, sequence=False, correction=None):
+    """The published formulas, literally, over lists of episodes' tokens in float64."""
+    losses = []
+    for i, (new, before, advantage) in enumerate(zip(logprobs, old, advantages, strict=True)):
+        log_ratio = np.array(new, np.float64) - np.array(before, np.float64)
+        ratio = np.exp(np.full_like(log_ratio, log_ratio.mean()) if sequence else log_ratio)
+        loss = -np.minimum(ratio * advantage, np.clip(ratio, 1 - LOW, 1 + HIGH) * advantage)
+        losses.append(loss if correction is None else loss * correction[i])
+    return np.concatenate(losses).mean() if token_mean else np.mean([x.mean() for x in losses])
 
 
 def episodes_of(lengths, advantages, sampler=None):
@@ -71,7 +82,7 @@ def test_clipped_objective_equals_the_reference(logprobs, old, rewards, token_me
     advantages = group_advantages(np.array(rewards, np.float64))
     episodes = episodes_of([len(x) for x in logprobs], advantages)
     loss, metrics = run(episodes, logprobs, old, aggregation="token_mean" if token_mean else "episode_mean")
-    np.testing.assert_allclose(loss, reference(logprobs, old, advantages, token_mean), rtol=2e-5, atol=1e-7)
+    np.testing.assert_allclose(loss, reference(logprobs, old, advantages, token_mean=token_mean), rtol=2e-5, atol=1e-7)
     assert all(np.isfinite(v) for v in metrics.values())
 
 
@@ -105,16 +116,50 @@ def test_metrics_by_hand():
     ],
 )
 def test_gradient_by_hand(advantage, log_ratio, slope):
-    episodes = episodes_of([1], [advantage])
-    batch = device_batch(episodes, [[-1.0]])
-    at = episode_of(episodes)
+    batch, episode_of = packed(episodes_of([1], [advantage]), [[-1.0]])
+    got = np.asarray(slopes(ClippedPolicyGradient(LOW, HIGH), scattered(episode_of, [[log_ratio - 1.0]]), batch))
+    assert got[episode_of == 0] == pytest.approx(slope, rel=1e-5) and not got[episode_of < 0].any()
 
-    def loss(logprob):
-        filled = jnp.where(jnp.asarray(at == 0), logprob, jnp.nan)
-        token_loss, _ = ClippedPolicyGradient(LOW, HIGH)(SimpleNamespace(logprob=filled, entropy=jnp.zeros_like(filled)), batch)
-        return jnp.sum(token_loss)
 
-    assert float(jax.grad(loss)(jnp.float32(log_ratio - 1.0))) == pytest.approx(slope, rel=1e-5)
+LOGPROBS = [[-1.0, -0.5], [-0.2], [-2.0, -1.0, -0.1]]
+OLD = [[-1.1, -0.4], [-0.9], [-1.0, -1.5, -0.1]]
+
+
+@pytest.mark.parametrize("token_mean", [False, True])
+def test_sequence_ratio_equals_the_reference(token_mean):
+    advantages = [1.0, -0.5, -1.0]
+    objective = ClippedPolicyGradient(LOW, HIGH, ratio="sequence")
+    loss, metrics = run(episodes_of([2, 1, 3], advantages), LOGPROBS, OLD, objective, aggregation="token_mean" if token_mean else "episode_mean")
+    np.testing.assert_allclose(loss, reference(LOGPROBS, OLD, advantages, token_mean=token_mean, sequence=True), rtol=1e-5)
+    mean_ratios = np.exp([0.0, 0.7, -0.5 / 3])
+    assert metrics["ratio_gap"] == pytest.approx(np.abs(np.repeat(mean_ratios, [2, 1, 3]) - 1).mean(), rel=1e-4)
+
+
+def test_sequence_ratio_has_the_gradient_of_a_mean():
+    """Two tokens, both ratios 1: d loss / d logprob = -A * weight summed over the episode, times 1 / 2 for each."""
+    batch, episode_of = packed(episodes_of([2], [1.5]), [[-1.0, -2.0]])
+    # the ratio stays 1 when the mean does; when it is clipped, it is so for both
+    for logprobs, expected in (([-1.0, -2.0], -0.75), ([-0.9, -2.1], -0.75), ([200.0, -2.0], 0.0)):
+        got = slopes(ClippedPolicyGradient(LOW, HIGH, ratio="sequence"), scattered(episode_of, [logprobs]), batch)
+        np.testing.assert_allclose(np.asarray(got)[episode_of == 0], [expected, expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("correction", "factors", "capped"),
+    [
+        # old / sampler is 1, e^0.5, e^-1, e^2, 1, e^-0.2; the cap is 2
+        ("none", [[1, 1], [1], [1, 1, 1]], 0),
+        ("truncate", [[1, np.exp(0.5)], [np.exp(-1)], [2, 1, np.exp(-0.2)]], 1),
+        ("mask", [[1, np.exp(0.5)], [0], [0, 1, np.exp(-0.2)]], 2),
+    ],
+)
+def test_sampler_correction_equals_the_reference(correction, factors, capped):
+    advantages = [1.0, -0.5, -1.0]
+    sampler = [[-1.1, -0.9], [0.1], [-3.0, -1.5, 0.1]]
+    objective = ClippedPolicyGradient(LOW, HIGH, sampler_correction=correction)
+    loss, metrics = run(episodes_of([2, 1, 3], advantages, sampler), LOGPROBS, OLD, objective)
+    np.testing.assert_allclose(loss, reference(LOGPROBS, OLD, advantages, correction=factors), rtol=1e-5)
+    assert metrics["sampler_capped"] == pytest.approx(capped / 6)
 
 
 def test_no_trained_token_is_a_loss_of_zero():
@@ -134,13 +179,21 @@ def test_an_overlong_episode_leaves_the_loss_of_the_others():
 def test_cross_entropy_weighs_tokens():
     """An answer of weight 1 and an observation of weight 0.3: (1 * 2 + 0.3 * 1) / 1.3."""
     episode = Episode([1, 2, 3], [False, True, True], token_weights=[0.0, 1.0, 0.3])
-    batch = device_batch([episode], [])
-    token_loss, sums = CrossEntropy()(scores(batch, episode_of([episode]), [[-2.0, -1.0]]), batch)
-    assert float(jnp.sum(token_loss)) == pytest.approx(2.3 / 1.3, rel=1e-6)
-    assert float(sums["trained_tokens"]) == 2
+    loss, metrics = run([episode], [[-2.0, -1.0]], [], CrossEntropy())
+    assert loss == pytest.approx(2.3 / 1.3, rel=1e-6) and metrics["trained_tokens"] == 2
 
 
-@pytest.mark.parametrize("bounds", [(0.0, 0.2), (1.0, 0.2), (0.2, 0.0)])
-def test_bad_clip_bounds_are_refused(bounds):
-    with pytest.raises(InputError, match="clip_low"):
-        ClippedPolicyGradient(*bounds)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_low": 0.0}, "clip_low"),
+        ({"clip_low": 1.0}, "clip_low"),
+        ({"clip_high": 0.0}, "clip_high"),
+        ({"ratio": "word"}, "ratio is 'word'"),
+        ({"sampler_correction": "yes"}, "sampler_correction is 'yes'"),
+        ({"sampler_cap": 1.0}, "sampler_cap is 1.0"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        ClippedPolicyGradient(**options)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from intraskill.skills import firewall, gate, triage, words
+from intraskill.skills import firewall, gate, pairing, triage, words
 from intraskill.skills.assignment import assign
 from intraskill.skills.bank import Bank, CandidatePool, Operation
 from intraskill.skills.cards import Card, CardStatus, Deployable, Secrets
@@ -169,10 +169,10 @@ def test_wordings_that_a_gate_turned_down_are_not_tried_again(tmp_path):
     cards = [card("c1", "good"), card("c2", "bad", TEXTS[1])]
     first = compile_cards(cards, Bank(), ledger, round_index=0, general=GENERAL)
     plan = assign(first.pool, seed=0, split="validation", task_ids=[f"t{i}" for i in range(20)])
-    identity = gate.Identity("w", "s", "p", "e")
-    bare = [gate.Observed(a.task_id, 0, (), {"reward": 0.5}, identity) for a in plan.assignments]
+    identity = pairing.Identity("w", "s", "p", "e")
+    bare = [pairing.Observed(a.task_id, 0, (), {"reward": 0.5}, identity) for a in plan.assignments]
     gain = {"good@1": 0.25, "bad@1": -0.25}
-    masked = [gate.Observed(a.task_id, 0, a.chunk_ids, {"reward": 0.5 + sum(gain[i] for i in a.chunk_ids)}, identity) for a in plan.assignments]
+    masked = [pairing.Observed(a.task_id, 0, a.chunk_ids, {"reward": 0.5 + sum(gain[i] for i in a.chunk_ids)}, identity) for a in plan.assignments]
     result = gate.run(plan, bare, masked, identity, draws=20)
     assert result.selected == ("good@1",)
     bank = gate.next_bank(first.pool, result, round_index=0)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from intraskill.skills import curriculum
@@ -44,6 +44,7 @@ def test_bad_parameters_are_input_errors(bad):
         build(**bad)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1, 1), min_size=4, max_size=4))
 def test_rho_is_monotone_and_bounded(values):
     built = build(dict(zip(BANK.ids, values, strict=True)))
@@ -54,14 +55,15 @@ def test_rho_is_monotone_and_bounded(values):
 
 def test_masks_are_pure_and_do_not_depend_on_order():
     built = build()
-    forwards = [curriculum.mask(built, i) for i in range(200)]
-    backwards = [curriculum.mask(build(), i) for i in reversed(range(200))]
+    forwards = [curriculum.mask(built, i) for i in range(60)]
+    again = build()
+    backwards = [curriculum.mask(again, i) for i in reversed(range(60))]
     assert forwards == backwards[::-1]
 
 
 def test_frequencies_match_q_and_rho():
     built = build({"d@1": 0.04, "a@1": 0.01, "c@1": -0.3})
-    num = 6000
+    num = 3000
     masks = [curriculum.mask(built, i) for i in range(num)]
     assisted = [m for m in masks if m.kind == MaskKind.ASSISTED]
     # Bounds are five standard deviations of a binomial share.
@@ -76,7 +78,7 @@ def test_frequencies_match_q_and_rho():
 
 
 def test_prompt_order_is_bank_order_and_empty_is_not_skill_free():
-    masks = [curriculum.mask(build(rho_unmeasured=0.3), i) for i in range(400)]
+    masks = [curriculum.mask(build(rho_unmeasured=0.3), i) for i in range(200)]
     for m in masks:
         assert list(m.chunk_ids) == [i for i in BANK.ids if i in m.chunk_ids]
     assert Mask(MaskKind.ASSISTED) in masks and Mask(MaskKind.SKILL_FREE) in masks

@@ -45,7 +45,7 @@ def _full_name(name: str, prefix: str) -> str:
     return name if name == "lm_head.weight" else prefix + name
 
 
-def _check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: str) -> dict[str, str]:
+def check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: str) -> dict[str, str]:
     """Raises InputError unless the tensors are exactly this model's; returns full names by bare name."""
     own = {_bare_name(n): n for n in shapes if not n.startswith(_OTHER_TOWERS)}
     expected = dict(published_shapes(config))
@@ -86,7 +86,7 @@ def from_hf_tensors(config: ModelConfig, tensors: Mapping[str, Any], source: str
     Raises:
       InputError: names or shapes are not exactly this model's; the message lists the differences.
     """
-    names = _check_tensors(config, {name: tuple(t.shape) for name, t in tensors.items()}, source)
+    names = check_tensors(config, {name: tuple(t.shape) for name, t in tensors.items()}, source)
     return _load(config, lambda bare: tensors[names[bare]])
 
 
@@ -166,7 +166,7 @@ def load_hf(directory: str | os.PathLike[str], **overrides: Any) -> tuple[ModelC
             for name in shard.keys():
                 where[name] = shard
                 shapes[name] = tuple(shard.get_slice(name).get_shape())
-        names = _check_tensors(config, shapes, str(directory))
+        names = check_tensors(config, shapes, str(directory))
         return config, _load(config, lambda bare: where[names[bare]].get_tensor(names[bare]))
 
 

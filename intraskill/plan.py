@@ -1,0 +1,105 @@
+"""What a run will do and roughly need, worked out from its config before it starts."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import rich.console
+import rich.table
+
+from intraskill.models.qwen35 import hf
+from intraskill.models.qwen35.config import ModelConfig
+from intraskill.models.qwen35.model import abstract_params
+
+# Share of the machine's matrix-product rate that each kind of work reaches with the pocket model on two CPU cores. The estimate of time
+# is good to a factor of about two there, and says so; on an accelerator use launch/plan.py's compiled figures instead.
+_TRAIN_EFFICIENCY = 0.16
+_DECODE_EFFICIENCY = 0.05
+_EPISODE_TOKENS = 0.3  # of max_context, a typical episode
+_SAMPLED_SHARE = 0.2  # of an episode's tokens
+_RECORD_BYTES_PER_TOKEN = 60  # group files: ids, log-probs, texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Counts are exact, seconds and bytes are estimates."""
+
+    num_params: int
+    rounds: int
+    steps: int
+    updates: int
+    generated_episodes: int
+    trained_episodes: int
+    evaluated_episodes: int
+    seconds: float
+    memory_bytes: int
+    disk_bytes: int
+
+
+def _matmul_rate() -> float:
+    """Floating-point operations a second of a plain fp32 matrix product on this machine, measured for a moment."""
+    a = np.ones((512, 512), np.float32)
+    a @ a
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.2:
+        a @ a
+        count += 1
+    return count * 2 * 512**3 / (time.perf_counter() - start)
+
+
+def _count_params(shape: ModelConfig) -> int:
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(abstract_params(shape)))
+
+
+def of(config: Any) -> Plan:
+    """The plan of a training run. Raises InputError when the checkpoint directory is missing or no model."""
+    shape = hf.load_config(config.model.checkpoint)
+    schedule, rollout = config.schedule, config.rollout
+    steps = schedule.rounds * schedule.steps_per_round
+    generated = steps * rollout.oversample * rollout.group_size
+    trained = steps * rollout.groups_per_step * rollout.group_size
+    validation = config.validation.tasks * config.validation.samples * (1 + 2 * schedule.rounds)
+    evaluated = validation + 4 * config.test.tasks * config.test.samples
+    params = _count_params(shape)
+    tokens = rollout.max_context * _EPISODE_TOKENS
+    played = (generated + evaluated) * tokens * (2 * params) * (1 + _SAMPLED_SHARE * (_TRAIN_EFFICIENCY / _DECODE_EFFICIENCY - 1))
+    learned = trained * tokens * (8 * params)
+    seconds = (played + learned) / (_matmul_rate() * _TRAIN_EFFICIENCY) + 60
+    state = params * 4
+    caches = (
+        rollout.num_slots * rollout.max_context * 2 * shape.num_kv_heads * shape.head_dim * 4 * (shape.num_layers // shape.full_attention_interval)
+    )
+    activations = config.grpo.rows_per_microbatch * config.grpo.row_length * shape.num_layers * (shape.hidden_size + shape.intermediate_size) * 4 * 8
+    return Plan(
+        num_params=params,
+        rounds=schedule.rounds,
+        steps=steps,
+        updates=steps * config.grpo.updates_per_step,
+        generated_episodes=generated,
+        trained_episodes=trained,
+        evaluated_episodes=evaluated,
+        seconds=seconds,
+        memory_bytes=6 * state + caches + activations + (1 << 30),
+        disk_bytes=3 * state * (config.checkpoint.keep + 1) + 3 * state + int((generated + evaluated / 8) * tokens * _RECORD_BYTES_PER_TOKEN),
+    )
+
+
+def show(plan: Plan, directory: Path, console: rich.console.Console | None = None) -> None:
+    """Prints the plan as a table."""
+    table = rich.table.Table(title="plan", show_header=False)
+    generated = f"{plan.generated_episodes:,} generated (more if some fail)"
+    rows = {
+        "run directory": str(directory),
+        "parameters": f"{plan.num_params:,}",
+        "schedule": f"{plan.rounds} rounds, {plan.steps} steps, {plan.updates} updates",
+        "episodes": f"{generated}, {plan.trained_episodes:,} trained on, {plan.evaluated_episodes:,} evaluated",
+        "time": f"about {plan.seconds / 60:.0f} min on this machine, within a factor of two",
+        "memory": f"about {plan.memory_bytes / 1e9:.1f} GB",
+        "disk": f"about {plan.disk_bytes / 1e6:.0f} MB",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    (console or rich.console.Console()).print(table)

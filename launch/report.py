@@ -1,0 +1,28 @@
+"""Writes the report of a run.
+
+    python launch/report.py --run=runs/NAME
+
+Takes seconds and prints the path of `report/index.html`. It works on a run at any moment: parts of the record that do not exist yet are noted in
+the page.
+"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from absl import flags
+
+from analysis.report import write_report
+from launch import entry
+
+_RUN = flags.DEFINE_string("run", None, "directory of the run", required=True)
+
+
+def main(_) -> None:
+    with entry.one_line_errors():
+        print(write_report(_RUN.value))
+
+
+if __name__ == "__main__":
+    entry.run(main)
