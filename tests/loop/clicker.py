@@ -95,12 +95,12 @@ def make_params(config: ModelConfig, chat: Chat):
         if kind in place:
             embed[ids, place["other"]], embed[ids, place[kind]] = 0, 1
     embed[kinds["type"], types] = 1
-    head[:, : len(place)] = -4
-    head[kinds["type"], place["type"]] = -8  # no type after a type
+    head[:, : len(place)] = -8
+    head[kinds["type"], : len(place)] = -14  # more than what attention adds where a page is full of the type
     for kind, followers in _FOLLOWERS.items():
         for follower in followers:
             head[kinds[follower], place[kind]] = -np.log(len(kinds[follower])) / HIDDEN**0.5
-    head[kinds["type"], types] = 1.5
+    head[kinds["type"], types] = 3
     params = init_params(config, jax.random.key(0))
     for layer in params["layers"].values():
         layer["mlp"]["down"] = jnp.zeros_like(layer["mlp"]["down"])
@@ -111,7 +111,7 @@ def make_params(config: ModelConfig, chat: Chat):
     # Every query and key point the same way, along coordinates that no rotation moves: attention is uniform.
     query[: len(place), 0, config.rotary_dim : WIDTH] = key_value[: len(place), 0, config.rotary_dim : WIDTH] = 1
     key_value[types, 0, WIDTH + np.arange(len(TYPES))] = 1
-    out[0, np.arange(len(TYPES)), types] = 12  # the prompt has some 33 tokens, the type's value is about 5.7, the gate is half open
+    out[0, np.arange(len(TYPES)), types] = 6  # a prompt has 33 to 100 tokens, the type's value is about 5.7, the gate is half open
     full.update(q=jnp.asarray(query), kv=jnp.asarray(key_value), out=jnp.asarray(out))
     return {**params, "embed": jnp.asarray(embed), "head": jnp.asarray(head)}
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -127,7 +128,8 @@ def _serve() -> None:
 
 
 def _become(directory: Path) -> None:
-    """Standard streams of the child's own."""
+    """Standard streams of the child's own, and Ctrl-C as at a terminal: what a shell starts in the background ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     streams = (os.open(os.devnull, os.O_RDONLY), *(os.open(directory / name, os.O_WRONLY | os.O_CREAT, 0o644) for name in ("stdout", "stderr")))
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)

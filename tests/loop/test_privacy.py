@@ -69,7 +69,7 @@ class ScriptedEngine:
     def _write(self, text: str, session, rng: random.Random) -> list[int]:
         instruction, first = re.search(r"<\|im_start\|>user\n(find [^\n]*)\n(.*?)<\|im_end\|>", text).groups()
         observation = [first, *re.findall(r"<tool_response>\n(.*?)\n</tool_response>", text, re.S)][-1]
-        persona = dict(re.findall(r"^(likes \w+) (\S+)$", text.split("<|im_start|>user")[0], re.M))
+        persona = dict(re.findall(r"^(likes \w+) ([^\s<]+)", text.split("<|im_start|>user")[0], re.M))
         kind = session.noise[-1] % 3
         if kind == 0:
             shopper = self._shoppers.setdefault(session.id, Shopper(instruction, persona, PROCEDURES, rng))
@@ -105,7 +105,7 @@ async def play(url: str, chat: Chat, engine: ScriptedEngine):
         return await collect_groups(rollout, assigned, lambda _: None)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.integers(0, 10_000))
 def test_no_private_field_of_any_task_reaches_a_prompt(chat_of_module, seed):
     chat = chat_of_module
