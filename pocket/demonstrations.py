@@ -52,7 +52,7 @@ class _Writer:
 
     def add(self, ids: tuple[int, ...], weights: tuple[float, ...] | float) -> None:
         self.tokens.extend(ids)
-        self.weights.extend([weights] * len(ids) if isinstance(weights, float) else weights)
+        self.weights.extend(weights if isinstance(weights, tuple) else (weights,) * len(ids))
 
     def episode(self) -> Episode:
         mask = tuple(w > 0 for w in self.weights)

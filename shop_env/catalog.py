@@ -108,7 +108,8 @@ class Product:
         if unknown := set(record) - known:
             raise InvalidProduct(str(record.get("id")), f"unknown fields {sorted(unknown)}")
         try:
-            return cls(**record)
+            # JSON has lists where a product has tuples; anything else of a wrong type is left as it is, to be refused.
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in record.items()})
         except (TypeError, AttributeError) as e:
             raise InvalidProduct(str(record.get("id")), f"malformed record ({e})") from None
 

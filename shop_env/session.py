@@ -140,7 +140,7 @@ class Session:
         build = {"home": dict, "done": dict, "results": self._results_state, "product": self._product_state, "selection": self._selection_state}
         return {"page": self._page, **build[self._page](), "steps": self.steps}
 
-    def step(self, tool: str, arguments: Mapping[str, Any]) -> Step:
+    def step(self, tool: Any, arguments: Any) -> Step:
         """Carries out one action. Any tool name and arguments are fine: bad ones are answered with a typed reason."""
         if self.done:
             raise EpisodeEnded(f"the episode ended with {self.status!r} after {self.steps} steps; open a new one")

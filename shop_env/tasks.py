@@ -35,7 +35,6 @@ class Goal:
     price_ceiling: float | None
 
     def __post_init__(self):
-        object.__setattr__(self, "attributes", tuple(self.attributes))
         ceiling = self.price_ceiling
         if ceiling is not None and not (isinstance(ceiling, int | float) and math.isfinite(ceiling) and ceiling >= 0):
             raise InvalidTask(f"goal for product {self.product_id!r}: price_ceiling must be a finite number >= 0 or None, got {ceiling!r}")
@@ -65,7 +64,8 @@ class Task:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Task":
         try:
-            return cls(**{**record, "goal": Goal(**record["goal"])})
+            goal = record["goal"]
+            return cls(**{**record, "goal": Goal(**{**goal, "attributes": tuple(goal["attributes"])})})
         except (TypeError, KeyError) as e:
             raise InvalidTask(f"task {record.get('id')!r}: malformed record ({e})") from None
 
@@ -190,6 +190,7 @@ class World:
         files = storage.read_directory(directory, "world", [PRODUCTS_FILE, TASKS_FILE, SPLITS_FILE])
         try:
             tasks = [Task.from_json(row) for row in storage.read_rows(files[TASKS_FILE], TASKS_FILE)]
-            return cls(Catalog.from_bytes(files[PRODUCTS_FILE]), {task.id: task for task in tasks}, json.loads(files[SPLITS_FILE]))
+            splits = {name: tuple(ids) for name, ids in json.loads(files[SPLITS_FILE]).items()}
+            return cls(Catalog.from_bytes(files[PRODUCTS_FILE]), {task.id: task for task in tasks}, splits)
         except (InvalidProduct, InvalidTask) as e:
             raise InvalidWorld(f"{directory}: {e}") from None

@@ -55,8 +55,9 @@ def test_norm_folds_width_and_case():
     ],
 )
 def test_bad_products_are_refused_with_id_and_reason(changes, word):
+    # Through from_json: records from outside are where wrong types come from.
     with pytest.raises(InvalidProduct) as e:
-        product(**changes)
+        Product.from_json({**product().to_json(), **changes})
     assert word in e.value.reason and e.value.product_id == changes.get("id", "p")
 
 

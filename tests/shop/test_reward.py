@@ -149,7 +149,7 @@ def products(draw):
         return Product("x", "t", "", (), (), {}, None)
 
 
-goals = st.builds(Goal, st.just("g"), st.lists(texts, max_size=3), st.dictionaries(texts, texts, max_size=2), st.none() | st.floats(0, 9))
+goals = st.builds(Goal, st.just("g"), st.lists(texts, max_size=3).map(tuple), st.dictionaries(texts, texts, max_size=2), st.none() | st.floats(0, 9))
 
 
 @given(products(), st.dictionaries(texts, texts, max_size=2), st.none() | st.floats(), goals, products())

@@ -202,7 +202,7 @@ def _interval(text: Mapping[str, Any]) -> int:
     """The interval at which full attention recurs, from either of the two keys; when both are there they must agree."""
     interval, types = text.get("full_attention_interval"), text.get("layer_types")
     _check(types is not None or interval is not None, "config.json lacks layer_types and full_attention_interval: one of them is needed")
-    kinds = list(types or ())
+    kinds: list[str] = list(types or ())
     if interval is None:
         _check("full_attention" in kinds, "config.json: layer_types holds no full_attention layer, which is not a Qwen3.5 model")
         interval = kinds.index("full_attention") + 1
