@@ -50,7 +50,15 @@ class Checkpointer:
         checkpoints.save(restored.step + 1, state, position)
     """
 
-    def __init__(self, directory: str | pathlib.Path, *, model_config: Mapping[str, Any], keep_last: int = 3, keep_every: int | None = None):
+    def __init__(
+        self,
+        directory: str | pathlib.Path,
+        *,
+        model_config: Mapping[str, Any],
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        read_only: bool = False,
+    ):
         """Opens `directory`, creating it when missing, and removes what interrupted saves left in it.
 
         Args:
@@ -58,13 +66,20 @@ class Checkpointer:
           model_config: JSON-like; a checkpoint with another one is refused. Leave out what may change between two starts of a run.
           keep_last: number of newest checkpoints that are kept.
           keep_every: steps divisible by this are kept for good.
+          read_only: changes nothing, so that a run that is saving in another process is not disturbed.
         """
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
             raise InputError(f"keep_last is {keep_last} and keep_every {keep_every}: both must be >= 1 (keep_every may be None)")
         self._directory = pathlib.Path(directory).absolute()
         self._model_config = _as_json(dict(model_config), "model_config")
+        self._read_only = read_only
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep_last, keep_period=keep_every, cleanup_tmp_directories=True, enable_async_checkpointing=False
+            max_to_keep=keep_last,
+            keep_period=keep_every,
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,
+            enable_async_checkpointing=False,
+            read_only=read_only,
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
@@ -118,7 +133,8 @@ class Checkpointer:
                 _log.warning("checkpoint %d in %s is corrupt and is passed over: %s", step, self._directory, error)
                 failed[step] = error
                 continue
-            self._set_aside(list(failed))
+            if not self._read_only:
+                self._set_aside(list(failed))
             return restored
         reasons = "; ".join(f"step {step}: {error}" for step, error in failed.items())
         raise InputError(f"all checkpoints in {self._directory} are corrupt ({reasons}): restore the directory from a copy, or start a new run")

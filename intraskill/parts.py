@@ -83,7 +83,9 @@ def check_sizes(config: Any, least: Mapping[str, int]) -> None:
 def check_settings(config: Any) -> None:
     """Refuses settings of a training run that no stage could work with, before anything is built."""
     check_sizes(config, _SIZES)
-    rollout, chances = config.rollout, config.curriculum
+    rollout, chances, betas = config.rollout, config.curriculum, config.grpo.betas
+    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise InputError(f"grpo.betas = {betas}: must be two numbers in [0, 1), e.g. (0.9, 0.98)")
     if rollout.temperature <= 0:
         raise InputError(f"rollout.temperature = {rollout.temperature}: must be > 0, training needs the probabilities that were sampled from")
     for small, large in (("rollout.groups_per_step", "rollout.oversample"), ("grpo.updates_per_step", "rollout.groups_per_step")):
@@ -297,7 +299,7 @@ def export_run(run: Path, directory: Path, dtype: str) -> int:
     config: Any = ConfigDict(read_json(path))
     source = Path(config.model.checkpoint)
     shape = hf.load_config(source, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
-    checkpoints = Checkpointer(run / "checkpoints", model_config=dataclasses.asdict(shape), keep_last=config.checkpoint.keep)
+    checkpoints = Checkpointer(run / "checkpoints", model_config=dataclasses.asdict(shape), read_only=True)
     try:
         restored = checkpoints.restore(make_learner(config, shape, Sampling(1)).abstract_state(model.abstract_params(shape)))
     finally:

@@ -62,14 +62,25 @@ def run(main) -> None:
     app.run(main, flags_parser=_parse)
 
 
+def _own_words(error: Exception) -> str:
+    """The message; of one that ml_collections wrapped together with its traceback, what was raised first."""
+    if isinstance(error, KeyError | AttributeError):
+        inner = error.args[0] if error.args else ""
+        return f"there is no key {inner.args[0] if isinstance(inner, KeyError) else inner}"
+    text = str(error).strip()
+    return text.splitlines()[-1].partition(": ")[2] if "Traceback (most recent call last)" in text else text
+
+
 def _parse(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)[1:]
+        if "config" in flags.FLAGS:
+            flags.FLAGS["config"].value.keys()  # a file that could not be read says so only when it is used
     except flags.Error as error:
-        sys.exit(_report(str(error), 2))
-    except (AttributeError, KeyError, TypeError, ValueError, FileNotFoundError, ImportError, SyntaxError) as error:
+        sys.exit(_report(_own_words(error), 2))
+    except (AttributeError, KeyError, TypeError, ValueError, OSError, ImportError, SyntaxError) as error:
         # ml_collections reports unknown keys, wrong types and unreadable config files with these.
-        sys.exit(_report(f"--config: {error}; `--help` lists the flags, the config file its keys", 2))
+        sys.exit(_report(f"--config: {_own_words(error)}; `--help` lists the flags, the config file its keys", 2))
     if rest:  # a forgotten --config= would otherwise start another run than the one meant
         sys.exit(_report(f"unexpected argument {rest[0]!r}: every setting is a flag, e.g. --config=FILE:VARIANT", 2))
     if flags.FLAGS["verbosity"].using_default_value:  # libraries log every file they touch

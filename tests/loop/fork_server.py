@@ -5,6 +5,7 @@ runs `python SCRIPT ARGS` from there, `{"poll": pid}` tells its exit status. No 
 """
 
 import dataclasses
+import gc
 import json
 import os
 import runpy
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +112,8 @@ def _serve() -> None:
     import intraskill.loop  # noqa: F401
     import shop_env.server  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy the pages of everything imported here
     print("ready", flush=True)
     while line := sys.stdin.readline():
         request = json.loads(line)
@@ -119,20 +123,32 @@ def _serve() -> None:
         else:
             answer = os.fork()
             if answer == 0:
-                _become(Path(request["directory"]))
-                sys.argv = request["start"]
-                sys.path[0] = str(ROOT / "launch")
-                runpy.run_path(sys.argv[0], run_name="__main__")
-                return  # the interpreter ends as it would have for the script
+                _become(Path(request["directory"]), request["start"])
         print(json.dumps(answer), flush=True)
 
 
-def _become(directory: Path) -> None:
-    """Standard streams of the child's own, and Ctrl-C as at a terminal: what a shell starts in the background ignores it."""
+def _become(directory: Path, command: list[str]) -> None:
+    """Runs the script and ends the process.
+
+    The child has standard streams of its own, and Ctrl-C as at a terminal: what a shell starts in the background ignores it. It ends at once, because
+    taking the interpreter down would copy everything that the server has imported.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     streams = (os.open(os.devnull, os.O_RDONLY), *(os.open(directory / name, os.O_WRONLY | os.O_CREAT, 0o644) for name in ("stdout", "stderr")))
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
+    sys.argv, sys.path[0] = command, str(ROOT / "launch")
+    status: object = 0
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 if __name__ == "__main__":

@@ -38,13 +38,13 @@ def flags(config: str, runs: Path, name: str, checkpoint: Path, **settings) -> l
     return [f"--config={config}", *(f"--config.{key}={value}" for key, value in values.items())]
 
 
-_TIMES = {"seconds", "time", "latency", "publish_seconds", "name"}
+_OTHER = {"seconds", "time", "latency", "publish_seconds", "name", "versions"}
 
 
 def timeless(value):
-    """A JSON value without durations, moments, and the run's own name."""
+    """A JSON value without durations, moments, the run's own name and what it was run with."""
     if isinstance(value, dict):
-        return {k: timeless(v) for k, v in value.items() if k not in _TIMES}
+        return {k: timeless(v) for k, v in value.items() if k not in _OTHER}
     return [timeless(v) for v in value] if isinstance(value, list) else value
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from loop.fork_server import ROOT, ForkServer, Process
@@ -243,8 +244,12 @@ def test_eval_plays_a_condition_exactly_as_the_run_did(finished, checkpoint, lau
 
 def test_export_writes_the_newest_checkpoint(finished, launcher, tmp_path):
     run, _ = finished
+    saving = run / "checkpoints/3.orbax-checkpoint-tmp"  # as while the run saves its next step
+    saving.mkdir()
     process = launcher.run("launch/export_hf.py", f"--run={run}", f"--out={tmp_path / 'out'}")
     assert process.status == 0 and "step 2" in process.stdout, process.stderr
+    assert saving.is_dir()
+    saving.rmdir()
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == {p.name: p.read_bytes() for p in (run / "export").iterdir()}
     half = launcher.run("launch/export_hf.py", f"--run={run}", f"--out={tmp_path / 'half'}", "--dtype=bfloat16")
     assert half.status == 0, half.stderr
@@ -264,8 +269,8 @@ def test_transformers_loads_the_export_with_equal_logits(finished):
     config, params = hf.load_hf(run / "export")
     group = records.from_json(read_json(run / "rounds/001/groups/00000004.json"))
     tokens = np.array([group.trajectories[0].tokens], np.int32)
-    positions, segments = np.arange(tokens.shape[1])[None], np.ones_like(tokens)
-    ours = model.logits(params, config, model.forward(params, config, tokens, positions, segments))
+    positions, segments = np.arange(tokens.shape[1], dtype=np.int32)[None], np.ones_like(tokens)
+    ours = model.logits(params, config, model.forward(params, config, *map(jnp.asarray, (tokens, positions, segments))))
     reference = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32)
     with torch.no_grad():
         theirs = reference(torch.from_numpy(tokens).long()).logits.numpy()
