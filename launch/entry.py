@@ -75,7 +75,7 @@ def _parse(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)[1:]
         if "config" in flags.FLAGS:
-            flags.FLAGS["config"].value.keys()  # a file that could not be read says so only when it is used
+            dict(flags.FLAGS["config"].value or {})  # a file that could not be read says so only when it is used
     except flags.Error as error:
         sys.exit(_report(_own_words(error), 2))
     except (AttributeError, KeyError, TypeError, ValueError, OSError, ImportError, SyntaxError) as error:
