@@ -16,8 +16,8 @@ from intraskill.models.qwen35.model import abstract_params
 
 # Share of the machine's matrix-product rate that each kind of work reaches with the pocket model on two CPU cores. The estimate of time
 # is good to a factor of about two there, and says so; on an accelerator use launch/plan.py's compiled figures instead.
-_TRAIN_EFFICIENCY = 0.16
-_DECODE_EFFICIENCY = 0.05
+_TRAIN_EFFICIENCY = 0.11
+_DECODE_EFFICIENCY = 0.035
 _EPISODE_TOKENS = 0.3  # of max_context, a typical episode
 _SAMPLED_SHARE = 0.2  # of an episode's tokens
 _RECORD_BYTES_PER_TOKEN = 60  # group files: ids, log-probs, texts
@@ -42,10 +42,10 @@ class Plan:
 def _matmul_rate() -> float:
     """Floating-point operations a second of a plain fp32 matrix product on this machine, measured for a moment."""
     a = np.ones((512, 512), np.float32)
-    a @ a
+    np.matmul(a, a)
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < 0.2:
-        a @ a
+        np.matmul(a, a)
         count += 1
     return count * 2 * 512**3 / (time.perf_counter() - start)
 

@@ -29,7 +29,7 @@ from absl import app, flags  # noqa: E402
 from absl import logging as absl_logging  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
 
-from intraskill.types import InputError, ShopError  # noqa: E402
+from intraskill.types import EngineError, InputError, ShopError  # noqa: E402
 from shop_env.errors import ShopEnvError  # noqa: E402
 
 INTERRUPTED = 130
@@ -45,7 +45,7 @@ def one_line_errors(hint: str = "") -> Iterator[None]:
     """Turns expected errors into one line and an exit status; anything else is a bug and keeps its traceback."""
     try:
         yield
-    except (InputError, ShopError, ShopEnvError) as error:
+    except (InputError, EngineError, ShopError, ShopEnvError) as error:
         sys.exit(_report(str(error), 2))
     except KeyboardInterrupt:
         sys.exit(_report(f"interrupted{hint}", INTERRUPTED))
