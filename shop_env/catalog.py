@@ -109,7 +109,8 @@ class Product:
             raise InvalidProduct(str(record.get("id")), f"unknown fields {sorted(unknown)}")
         try:
             # JSON has lists where a product has tuples; anything else of a wrong type is left as it is, to be refused.
-            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in record.items()})
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+            return cls(**fields)
         except (TypeError, AttributeError) as e:
             raise InvalidProduct(str(record.get("id")), f"malformed record ({e})") from None
 
