@@ -35,12 +35,12 @@ class Process:
             self.status = self.server.ask({"poll": self.pid})
         return self.status
 
-    def wait(self, timeout: float = 240) -> int:
+    def wait(self, timeout: float = 600) -> int:
         status = self.wait_until(lambda: False, timeout)
         assert status is not None
         return status
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 240) -> int | None:
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 600) -> int | None:
         """Returns at once when `condition` holds (None) or the process ends (its status)."""
         end = time.monotonic() + timeout
         while self.poll() is None and not condition():
@@ -89,7 +89,7 @@ class ForkServer:
         directory.mkdir(parents=True)
         return Process(self, self.ask({"start": [script, *arguments], "directory": str(directory)}), directory)
 
-    def run(self, script: str, *arguments: str, timeout: float = 240) -> Process:
+    def run(self, script: str, *arguments: str, timeout: float = 600) -> Process:
         """Runs it to its end."""
         process = self.start(script, *arguments)
         process.wait(timeout)

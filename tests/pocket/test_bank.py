@@ -2,13 +2,18 @@
 
 import json
 
+import jax
+import numpy as np
 import pytest
 
+from intraskill.models.qwen35 import hf
+from intraskill.models.qwen35.model import abstract_params
 from intraskill.skills.bank import Bank
 from intraskill.skills.cards import load_mechanisms
-from pocket import build_bank
+from pocket import build_bank, tokenizer, vocabulary
 from pocket.skills import PATH, mechanisms
 from shop_env.scripted import PROCEDURES
+from shop_env.session import TOOLS
 
 
 @pytest.mark.parametrize("name", ["bank.json", "mechanisms.json"])
@@ -27,11 +32,15 @@ def test_the_initial_bank_has_useful_chunks_a_stale_one_and_a_placebo_and_lacks_
     assert len(set(PROCEDURES) - useful) >= 2
 
 
-def test_the_analyst_has_the_known_wordings_of_every_useful_mechanism_and_new_ones_for_no_purchase():
+def test_the_analyst_can_word_every_useful_mechanism_and_those_that_no_wording_was_taught_for():
     wordings = load_mechanisms(PATH.with_name("mechanisms.json"))
-    assert "no_purchase" not in mechanisms() and wordings.pop("no_purchase")
-    assert {mechanisms()[name].shopper for name in wordings} == set(PROCEDURES)
-    for name, options in wordings.items():
+    taught = {name: options for name, options in wordings.items() if name in mechanisms()}
+    assert set(wordings) - set(taught) == set(build_bank.UNSEEN)
+    assert {mechanisms()[name].shopper for name in taught} == set(PROCEDURES)
+    known = set(vocabulary.words())
+    for options in wordings.values():
+        assert not [word for w in options for word in w.chunk("x", 1, {}).text.split() if word not in known]
+    for name, options in taught.items():
         texts = [(w.title, w.applies_when, w.procedure) for w in options]
         assert texts == [(c.title, c.applies_when, c.procedure) for c in mechanisms()[name].paraphrases]
 
@@ -44,3 +53,14 @@ def test_each_procedure_has_one_mechanism_with_distinct_wordings():
         assert len(set(texts)) == len(texts) and len(mechanism.paraphrases) >= 3 and mechanism.held_out
         assert flags[name].get("placebo", False) == (mechanism.shopper is None)
         assert flags[name].get("stale", False) == (mechanism.shopper == "skip_first")
+
+
+def test_the_committed_checkpoint_has_this_tokenizer_and_is_small(tmp_path):
+    directory = PATH.with_name("checkpoint")
+    tokenizer.save(tokenizer.build(vocabulary.words(), TOOLS), tmp_path)
+    for file in tmp_path.iterdir():
+        assert (directory / file.name).read_bytes() == file.read_bytes(), f"{file.name}: the warm start taught another one"
+    config = hf.load_config(directory)
+    assert config.vocab_size >= len(vocabulary.words())
+    assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(abstract_params(config))) <= 1_000_000
+    assert sum(p.stat().st_size for p in [*directory.iterdir(), PATH.with_name("bank.json")]) <= 8e6
