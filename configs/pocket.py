@@ -4,7 +4,7 @@
     python launch/train.py --config=configs/pocket.py           the full schedule: four rounds of 20 steps
     python launch/train.py --config=configs/pocket.py:smoke     the same code at toy sizes, for tests
 
-Every value can be overridden: `--config.grpo.learning_rate=3e-4`. Durations and results are in docs/pocket.md.
+Every value can be overridden: `--config.grpo.learning_rate=3e-4`. Results are in docs/pocket.md; `--dry_run` estimates the duration.
 """
 
 from ml_collections import ConfigDict
@@ -60,7 +60,8 @@ def _full() -> ConfigDict:
             "rows_per_microbatch": 3,
         }
     )
-    config.curriculum = ConfigDict({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9, "rho_unmeasured": 0.5})
+    # scale 0: the largest contribution earns rho_max. withdraw_over N: guidance fades to nothing over N groups.
+    config.curriculum = ConfigDict({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9, "rho_unmeasured": 0.5, "scale": 0.0, "withdraw_over": 0})
 
     # The slow loop.
     config.analysis = ConfigDict({"max_cards": 16, "max_candidates": 6})

@@ -21,9 +21,8 @@ async def run(parts: Parts) -> dict[str, Any]:
     """The whole run; returns what `summary.json` holds."""
     start = time.time()
     state, position = restore(parts)
-    bank, curriculum = parts.initial_bank, slow_loop.make_curriculum(parts.config, parts.initial_bank, {})
-    slow_loop.save_round(parts, bank, curriculum, 0)
-    base = await baseline(parts, bank)
+    slow_loop.begin(parts)
+    base = await baseline(parts, parts.initial_bank)
     for index in range(parts.config.schedule.rounds):
         bank, curriculum = slow_loop.load_round(parts, index)
         # Not by its file alone: where the newest checkpoint was damaged, the state is older than the round's end.

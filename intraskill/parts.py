@@ -63,6 +63,11 @@ _SIZES = {
     "validation.samples": 1,
     "test.tasks": 1,
     "test.samples": 1,
+    "shop.seed": 0,
+    "shop.port": 0,
+    "shop.train": 1,
+    "shop.validation": 1,
+    "shop.test": 1,
     "mesh.data": 1,
     "mesh.fsdp": 1,
     "mesh.tensor": 1,
@@ -86,8 +91,16 @@ def check_settings(config: Any) -> None:
     rollout, chances, betas = config.rollout, config.curriculum, config.grpo.betas
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise InputError(f"grpo.betas = {betas}: must be two numbers in [0, 1), e.g. (0.9, 0.98)")
-    if rollout.temperature <= 0:
-        raise InputError(f"rollout.temperature = {rollout.temperature}: must be > 0, training needs the probabilities that were sampled from")
+    if not config.name or "/" in config.name or config.name in (".", ".."):
+        raise InputError(f"name = {config.name!r}: must be one path component; the parent directory is runs_directory")
+    if "condition" in config:
+        raise InputError("this config describes a test condition: run it with launch/eval.py, or train with configs/pocket.py")
+    if config.shop.port > 65535:
+        raise InputError(f"shop.port = {config.shop.port}: must be <= 65535; 0 takes any free one")
+    if not 0 < rollout.temperature < math.inf:
+        raise InputError(
+            f"rollout.temperature = {rollout.temperature}: must be > 0 and finite, training needs the probabilities that were sampled from"
+        )
     for small, large in (("rollout.groups_per_step", "rollout.oversample"), ("grpo.updates_per_step", "rollout.groups_per_step")):
         low, high = (config[s][n] for s, n in (small.split("."), large.split(".")))
         if low > high:

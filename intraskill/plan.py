@@ -15,7 +15,7 @@ from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.model import abstract_params
 
 # Share of the machine's matrix-product rate that each kind of work reaches with the pocket model on two CPU cores. The estimate of time
-# is good to a factor of about two there, and says so; on an accelerator use launch/plan.py's compiled figures instead.
+# is good to a factor of about two there while nothing else runs, and says so; for an accelerator it means nothing.
 _TRAIN_EFFICIENCY = 0.11
 _DECODE_EFFICIENCY = 0.035
 _EPISODE_TOKENS = 0.3  # of max_context, a typical episode
@@ -28,6 +28,7 @@ class Plan:
     """Counts are exact, seconds and bytes are estimates."""
 
     num_params: int
+    tasks: dict[str, int]
     rounds: int
     steps: int
     updates: int
@@ -75,6 +76,7 @@ def of(config: Any) -> Plan:
     activations = config.grpo.rows_per_microbatch * config.grpo.row_length * shape.num_layers * (shape.hidden_size + shape.intermediate_size) * 4 * 8
     return Plan(
         num_params=params,
+        tasks={"train": config.shop.train, "validation": config.validation.tasks, "test": config.test.tasks},
         rounds=schedule.rounds,
         steps=steps,
         updates=steps * config.grpo.updates_per_step,
@@ -94,9 +96,10 @@ def show(plan: Plan, directory: Path, console: rich.console.Console | None = Non
     rows = {
         "run directory": str(directory),
         "parameters": f"{plan.num_params:,}",
+        "tasks": ", ".join(f"{count:,} {split}" for split, count in plan.tasks.items()),
         "schedule": f"{plan.rounds} rounds, {plan.steps} steps, {plan.updates} updates",
         "episodes": f"{generated}, {plan.trained_episodes:,} trained on, {plan.evaluated_episodes:,} evaluated",
-        "time": f"about {plan.seconds / 60:.0f} min on this machine, within a factor of two",
+        "time": f"about {plan.seconds / 60:.0f} min on this machine, within a factor of two when nothing else runs",
         "memory": f"about {plan.memory_bytes / 1e9:.1f} GB",
         "disk": f"about {plan.disk_bytes / 1e6:.0f} MB",
     }

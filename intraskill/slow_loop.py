@@ -17,7 +17,7 @@ from intraskill.skills.cards import Card
 from intraskill.skills.curriculum import Curriculum
 from intraskill.skills.gate import next_bank
 from intraskill.skills.ledger import Ledger, measured
-from intraskill.types import Group, Mask, Published, Task
+from intraskill.types import Group, InputError, Mask, Published, Task
 
 
 def groups_of_round(parts: Parts, round_index: int, position: Position) -> list[Group]:
@@ -158,7 +158,21 @@ def make_curriculum(config: Any, bank: Bank, contributions: Mapping[str, float])
         rho_min=settings.rho_min,
         rho_max=settings.rho_max,
         rho_unmeasured=settings.rho_unmeasured,
+        scale=settings.scale or None,
+        withdraw_over=settings.withdraw_over,
     )
+
+
+def begin(parts: Parts) -> None:
+    """Writes what round 0 starts from; a resumed run must be given the bank that it began with."""
+    directory = parts.run.round(0)
+    if not (directory / "curriculum.json").is_file():  # the second of the two files
+        save_round(parts, parts.initial_bank, make_curriculum(parts.config, parts.initial_bank, {}), 0)
+    elif Bank.load(directory / "bank.json").sha256 != parts.initial_bank.sha256:
+        given = parts.config.bank.path
+        raise InputError(
+            f"{given} is not the bank that this run began with ({directory / 'bank.json'}): put that one back, or start a run of another name"
+        )
 
 
 def save_round(parts: Parts, bank: Bank, curriculum: Curriculum, round_index: int) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # XLA on CPU takes and returns hundreds of megabytes a step; with these settings glibc keeps them, in huge pages, instead of having the kernel clear
 # them anew each time (measured: 1.4 times the training speed). glibc reads them when a process starts, hence the one re-execution.
@@ -41,14 +41,16 @@ def define_config(default: str):
 
 
 @contextlib.contextmanager
-def one_line_errors(hint: str = "") -> Iterator[None]:
+def one_line_errors(hint: Callable[[], str] = str) -> Iterator[None]:
     """Turns expected errors into one line and an exit status; anything else is a bug and keeps its traceback."""
     try:
         yield
     except (InputError, EngineError, ShopError, ShopEnvError) as error:
         sys.exit(_report(str(error), 2))
+    except OSError as error:
+        sys.exit(_report(f"{error}; check the path, its permissions and the space left on its disk", 2))
     except KeyboardInterrupt:
-        sys.exit(_report(f"interrupted{hint}", INTERRUPTED))
+        sys.exit(_report(f"interrupted{hint()}", INTERRUPTED))
 
 
 def _report(message: str, status: int) -> int:

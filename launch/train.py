@@ -48,7 +48,12 @@ async def _train(config, directory: Path, served: shops.Served) -> tuple[dict, P
 def main(_) -> None:
     config = _CONFIG.value
     directory = Path(config.runs_directory) / config.name
-    with entry.one_line_errors(f"; go on with: python {' '.join([*(a for a in sys.argv if a != '--resume'), '--resume'])}"):
+
+    def hint() -> str:
+        again = " ".join([*(a for a in sys.argv if a != "--resume"), "--resume"])
+        return f"; go on with: python {again}" if (directory / "config.json").is_file() else " before the run began; nothing was written"
+
+    with entry.one_line_errors(hint):
         parts.check_settings(config)
         planned = plan.of(config)
         plan.show(planned, directory)
