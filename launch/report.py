@@ -11,16 +11,22 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from launch import entry  # sets the environment before JAX is imported
+
+from pathlib import Path
+
 from absl import flags
 
 from analysis.report import write_report
-from launch import entry
+from intraskill.types import InputError
 
 _RUN = flags.DEFINE_string("run", None, "directory of the run", required=True)
 
 
 def main(_) -> None:
     with entry.one_line_errors():
+        if not (Path(_RUN.value) / "config.json").is_file():
+            raise InputError(f"{_RUN.value} is no run directory (no config.json): give the directory that launch/train.py wrote")
         print(write_report(_RUN.value))
 
 
