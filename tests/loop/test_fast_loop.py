@@ -1,13 +1,19 @@
 """The fast loop's bookkeeping: which task a group plays, where a run stands, and what is said about the groups of a step."""
 
+import types
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ml_collections import ConfigDict
 from rollout.groups import group, trajectory
 
+from configs import pocket
+from intraskill import slow_loop
 from intraskill.fast_loop import Position, chunks_of, rollout_metrics, task_of
+from intraskill.parts import Parts
 from intraskill.skills.bank import Bank
-from intraskill.types import Chunk, Group, Mask, MaskKind, Status, Task, ToolCall, Trajectory, Turn
+from intraskill.types import Chunk, Group, InputError, Mask, MaskKind, Status, Task, ToolCall, Trajectory, Turn
 
 BANK = Bank((Chunk("a", 1, "a", "", "do a"), Chunk("b", 2, "b", "", "do b"), Chunk("c", 1, "c", "", "do c")))
 
@@ -86,3 +92,21 @@ def test_figures_exist_when_nothing_was_scored_or_assisted():
     found = rollout_metrics([group(0, None, None)], BANK)
     assert found["scored_rate"] == 0 and found["reward"] == 0 and found["zero_variance_share"] == 0
     assert found["inclusion"] == {"a@1": 0.0, "b@2": 0.0, "c@1": 0.0}
+
+
+def test_a_resumed_run_must_be_given_the_bank_it_began_with(tmp_path):
+    one, other = (Bank((Chunk(name, 1, "title", "", "procedure"),)) for name in ("one", "other"))
+    settings = {"seed": 0, "bank": {"path": "given.json"}, "curriculum": pocket.get_config().curriculum.to_dict()}
+    run = types.SimpleNamespace(round=lambda index: tmp_path / f"{index:03d}")
+
+    def parts(bank):
+        made = object.__new__(Parts)  # the three attributes that matter here, without an engine and a learner
+        made.run, made.initial_bank, made.config = run, bank, ConfigDict(settings)
+        return made
+
+    slow_loop.begin(parts(one))
+    before = (tmp_path / "000" / "bank.json").read_bytes()
+    slow_loop.begin(parts(one))
+    with pytest.raises(InputError, match="given.json is not the bank that this run began with"):
+        slow_loop.begin(parts(other))
+    assert (tmp_path / "000" / "bank.json").read_bytes() == before
