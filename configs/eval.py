@@ -5,7 +5,7 @@
     python launch/eval.py --config=configs/eval.py:final             the demo's final policy without skills
     python launch/eval.py --config=configs/eval.py:final_full        ... with its final bank
 
-Any policy and bank: `--config.model.checkpoint=DIR --config.condition.bank=FILE`. 400 tasks take under a minute on two CPU cores.
+Any policy and bank: `--config.model.checkpoint=DIR --config.condition.bank=FILE`.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """Brings the shop to the loop: serves a synthetic world on a loopback port and adapts the shop's client to the loop's `Shop` protocol.
 
-`intraskill` and `shop_env` do not know each other; this is the one place where they meet.
+`intraskill` and `shop_env` do not know each other; in a run they meet here and nowhere else (the warm start in `pocket/` plays in the shop
+without HTTP).
 """
 
 import contextlib

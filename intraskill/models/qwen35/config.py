@@ -108,10 +108,6 @@ class ModelConfig:
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
-    def num_blocks(self) -> int:
-        return self.num_layers // self.full_attention_interval
-
-    @property
     def num_entries(self) -> int:
         """Layers that own an entry in the parameter tree: one block when layers are scanned, otherwise all."""
         return self.full_attention_interval if self.scan_layers else self.num_layers
