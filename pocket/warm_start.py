@@ -1,19 +1,20 @@
 """The warm start: cross-entropy on demonstrations and drills, through the project's own packing, learner and checkpoints."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from intraskill.checkpoint import Checkpointer
 from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
 from intraskill.grpo.loss import CrossEntropy
 from intraskill.grpo.packing import Episode, pack
@@ -29,6 +30,9 @@ from pocket.demonstrations import DemonstrationConfig, Demonstrator
 from shop_env import session, synthetic
 
 DEV_SEED = 7
+REPORT_EVERY = 50
+SAVE_EVERY = 250
+ACCURACY_EPISODES = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +44,15 @@ class WarmStartConfig:
       tokens: tokens in the rows of all updates together.
       worlds, world_seed: how many synthetic catalogues the demonstrations come from, seeds world_seed, world_seed + 1, ...: never those
         that a run trains, validates or tests on.
+      drill_stock: P(a colour or size is in stock) in the worlds of drills.
       row_length, rows: the shape of an update; rows are filled from a pool of `pool` episodes.
     """
 
     seed: int = 0
-    tokens: int = 9_000_000
+    tokens: int = 7_500_000
     worlds: int = 8
     world_seed: int = 1000
+    drill_stock: float = 0.6
     row_length: int = 1152
     rows: int = 3
     pool: int = 32
@@ -89,11 +95,13 @@ def make_chat(directory: Path) -> Chat:
 
 def make_demonstrator(config: WarmStartConfig, chat: Chat) -> Demonstrator:
     """The demonstrator over the warm start's own worlds."""
-    shops = []
-    for seed in range(config.world_seed, config.world_seed + config.worlds):
-        world = synthetic.generate(synthetic.SyntheticConfig(seed=seed, split_sizes=(("train", 2400),)))
-        shops.append(session.Shop(world, page_size=config.page_size, max_actions=config.max_actions))
-    return Demonstrator(shops, chat, config.demonstrations)
+
+    def shops(**hazards: float) -> list[session.Shop]:
+        seeds = range(config.world_seed, config.world_seed + config.worlds)
+        worlds = [synthetic.generate(synthetic.SyntheticConfig(seed=seed, split_sizes=(("train", 2400),), **hazards)) for seed in seeds]
+        return [session.Shop(world, page_size=config.page_size, max_actions=config.max_actions) for world in worlds]
+
+    return Demonstrator(shops(), shops(colour_stock=config.drill_stock, size_stock=config.drill_stock), chat, config.demonstrations)
 
 
 def batches(config: WarmStartConfig, episodes: Iterator[Episode]) -> Iterator[Batch]:
@@ -133,56 +141,68 @@ def make_learner(config: WarmStartConfig, shape: ModelConfig) -> Learner:
     return qwen35_learner(shape, mesh, optimizer, CrossEntropy())
 
 
-def train(config: WarmStartConfig, chat: Chat, shape: ModelConfig, report: Callable[[dict[str, Any]], None]) -> TrainState:
-    """Runs the whole warm start; calls `report` with averaged metrics every 50 updates."""
+def train(config: WarmStartConfig, chat: Chat, shape: ModelConfig, directory: Path, progress: Progress) -> tuple[TrainState, list[dict[str, Any]]]:
+    """Runs the warm start, or what is left of one that was interrupted; returns the final state and the curve.
+
+    The position in the stream of demonstrations is a number of batches: an interrupted run draws them again, without training on them.
+    """
     demonstrator = make_demonstrator(config, chat)
     learner = make_learner(config, shape)
-    state = learner.init(model.init_params(shape, jax.random.key(config.seed)))
-    logging.info("warm start: %d updates of %d x %d tokens", config.updates, config.rows, config.row_length)
-    window: list[dict[str, float]] = []
-    start = time.time()
-    for update, batch in enumerate(itertools.islice(batches(config, demonstrator.stream(config.seed)), config.updates), 1):
-        state, metrics = learner.update(state, [batch])
-        window.append(metrics)
-        if update % 50 == 0 or update == config.updates:
-            means = {k: float(np.mean([m[k] for m in window])) for k in ("loss", "probability", "grad_norm", "learning_rate")}
-            report({"update": update, "updates": config.updates, "seconds": time.time() - start, **means})
-            window = []
-    return state
+    recipe = {"model": dataclasses.asdict(shape), "recipe": dataclasses.asdict(config)}
+    with contextlib.closing(Checkpointer(directory, model_config=recipe, keep_last=1)) as checkpoints:
+        if checkpoints.latest() is None:
+            state, curve, done = learner.init(model.init_params(shape, jax.random.key(config.seed))), [], 0
+        else:
+            restored = checkpoints.restore(learner.abstract_state(model.abstract_params(shape)))
+            state, curve, done = restored.state, list(restored.position["curve"]), restored.step
+        logging.info("warm start: %d updates of %d x %d tokens, from update %d", config.updates, config.rows, config.row_length, done)
+        progress.start("warm start", config.updates)
+        progress.advance("warm start", done)
+        window: list[dict[str, float]] = []
+        start = time.time() - (curve[-1]["seconds"] if curve else 0)
+        stream = itertools.islice(batches(config, demonstrator.stream(config.seed)), done, config.updates)
+        for update, batch in enumerate(stream, done + 1):
+            state, metrics = learner.update(state, [batch])
+            window.append(metrics)
+            if update % REPORT_EVERY == 0 or update == config.updates:
+                means = {k: float(np.mean([m[k] for m in window])) for k in ("loss", "probability", "grad_norm", "learning_rate")}
+                progress.advance("warm start", len(window), loss=round(means["loss"], 3))
+                curve.append({"update": update, "seconds": time.time() - start, **means})
+                window = []
+            if update % SAVE_EVERY == 0:
+                checkpoints.save(update, state, {"curve": curve})
+        progress.finish("warm start")
+    return state, curve
 
 
 def make_checkpoint(config: WarmStartConfig, out: Path) -> None:
-    """Trains and writes the checkpoint directory `out`: weights, tokenizer, and `warm_start.json` with recipe, curve and skills."""
+    """Trains and writes the checkpoint directory `out`: weights, tokenizer, and `warm_start.json` with recipe, curve and skills.
+
+    Until it is complete everything lies in `out` + ".unfinished"; the same command goes on from there.
+    """
     if out.exists():
         raise InputError(f"{out} exists already; remove it or give a new name")
-    with tempfile.TemporaryDirectory() as scratch:
-        chat = make_chat(Path(scratch))
-        shape = model_config(chat.vocab_size)
-        curve: list[dict[str, Any]] = []
-        with Progress() as progress:
-            progress.start("warm start", config.updates)
-
-            def report(record: dict[str, Any]) -> None:
-                progress.advance("warm start", record["update"] - (curve[-1]["update"] if curve else 0), loss=round(record["loss"], 3))
-                curve.append(record)
-
-            state = train(config, chat, shape, report)
-            progress.finish("warm start")
-        skills = skill_accuracy.measure(state.params, shape, chat, held_out_shop(config), episodes=100, seed=config.seed)
-        for kind, (accuracy, count) in skills.items():
-            print(f"{kind:16s} {accuracy:.3f} of {count}")
-        partial = out.with_name(out.name + ".unfinished")
-        shutil.rmtree(partial, ignore_errors=True)
-        hf.save_hf(partial, shape, state.params, "float32", sorted(p for p in Path(scratch).iterdir() if p.is_file()))
-        record = {
-            "recipe": dataclasses.asdict(config),
-            "num_params": sum(int(np.prod(p.shape)) for p in jax.tree.leaves(state.params)),
-            "versions": versions(),
-            "skills": {kind: {"accuracy": accuracy, "count": count} for kind, (accuracy, count) in skills.items()},
-            "curve": curve,
-        }
-        write_json(partial / "warm_start.json", record)
-        os.rename(partial, out)
+    work = out.with_name(out.name + ".unfinished")
+    chat = make_chat(work / "tokenizer")
+    shape = model_config(chat.vocab_size)
+    with Progress() as progress:
+        state, curve = train(config, chat, shape, work / "training", progress)
+    skills = skill_accuracy.measure(state.params, shape, chat, held_out_shop(config), episodes=ACCURACY_EPISODES, seed=config.seed)
+    for kind, (accuracy, count) in skills.items():
+        print(f"{kind:16s} {accuracy:.3f} of {count}")
+    complete = work / "complete"
+    shutil.rmtree(complete, ignore_errors=True)
+    hf.save_hf(complete, shape, state.params, "float32", sorted((work / "tokenizer").iterdir()))
+    record = {
+        "recipe": dataclasses.asdict(config),
+        "num_params": sum(int(np.prod(p.shape)) for p in jax.tree.leaves(state.params)),
+        "versions": versions(),
+        "skills": {kind: {"accuracy": accuracy, "count": count} for kind, (accuracy, count) in skills.items()},
+        "curve": curve,
+    }
+    write_json(complete / "warm_start.json", record)
+    os.rename(complete, out)
+    shutil.rmtree(work)
 
 
 def held_out_shop(config: WarmStartConfig) -> session.Shop:
