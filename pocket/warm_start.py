@@ -22,7 +22,7 @@ from intraskill.grpo.policy import qwen35_learner
 from intraskill.models.qwen35 import hf, model, sharding
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.rollout.chat import Chat, load_tokenizer
-from intraskill.run_directory import versions, write_json
+from intraskill.run_directory import plain, versions, write_json
 from intraskill.telemetry import Progress
 from intraskill.types import Batch, InputError
 from pocket import skill_accuracy, tokenizer, vocabulary
@@ -148,7 +148,7 @@ def train(config: WarmStartConfig, chat: Chat, shape: ModelConfig, directory: Pa
     """
     demonstrator = make_demonstrator(config, chat)
     learner = make_learner(config, shape)
-    recipe = {"model": dataclasses.asdict(shape), "recipe": dataclasses.asdict(config)}
+    recipe = plain({"model": dataclasses.asdict(shape), "recipe": dataclasses.asdict(config)})
     with contextlib.closing(Checkpointer(directory, model_config=recipe, keep_last=1)) as checkpoints:
         if checkpoints.latest() is None:
             state, curve, done = learner.init(model.init_params(shape, jax.random.key(config.seed))), [], 0
