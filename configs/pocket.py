@@ -2,6 +2,7 @@
 
     python launch/train.py --config=configs/pocket.py:demo      what `make demo` runs: two rounds, minutes
     python launch/train.py --config=configs/pocket.py           the full schedule: four rounds of 20 steps
+    python launch/train.py --config=configs/pocket.py:dev       the same on the dev catalogue, where the substrate was tuned
     python launch/train.py --config=configs/pocket.py:smoke     the same code at toy sizes, for tests
 
 Every value can be overridden: `--config.grpo.learning_rate=3e-4`. Results are in docs/pocket.md; `--dry_run` estimates the duration.
@@ -81,6 +82,11 @@ def _demo(config: ConfigDict) -> None:
     config.test.tasks = 300
 
 
+def _dev(config: ConfigDict) -> None:
+    config.name = "pocket-dev"
+    config.shop.seed = 7  # pocket.warm_start.DEV_SEED, which a config may not import: it would start JAX
+
+
 def _smoke(config: ConfigDict) -> None:
     config.name = "pocket-smoke"
     config.shop.update({"num_products": 200, "train": 60, "validation": 16, "test": 16})
@@ -91,7 +97,7 @@ def _smoke(config: ConfigDict) -> None:
     config.analysis.max_cards = 4
 
 
-_VARIANTS = {"": lambda config: None, "demo": _demo, "smoke": _smoke, "plain_grpo": lambda config: config.curriculum.update({"q": 1.0})}
+_VARIANTS = {"": lambda config: None, "demo": _demo, "dev": _dev, "smoke": _smoke, "plain_grpo": lambda config: config.curriculum.update({"q": 1.0})}
 
 
 def get_config(variant: str = "") -> ConfigDict:
