@@ -9,7 +9,7 @@ slips: it makes a click that the shop refuses, which is not trained, and recover
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from intraskill.grpo.packing import Episode
 from intraskill.rollout.chat import Chat
@@ -33,7 +33,7 @@ class DemonstrationConfig:
       drills: share of drill episodes.
       slip: P(a refused click is made first) at each turn where one is easily made.
       observation_weight: loss weight of a shop token, against 1 for a token that the policy writes in a demonstration.
-      answer_weight: loss weight of a drill's answer.
+      answer_weight: loss weight of a need or a verdict in a drill.
     """
 
     present: float = 0.97
@@ -154,9 +154,10 @@ class Demonstrator:
         return None
 
     def drill(self, rng: random.Random) -> Episode:
-        """The needs recited, two random pages with many verdicts, then a price verdict; the loss is on the answers only.
+        """The needs recited, two random pages each with a verdict on every need and on random words, then a price verdict.
 
-        Reciting comes first in every sense: nothing else can be learned before the policy can find a word in its prompt.
+        The loss is on needs and verdicts only. Reciting comes first in every sense: nothing else can be learned before the policy can find a
+        word in its prompt, and what it can find it must also find where a careful thought wants it.
         """
         shop, task = self._draw(rng, self._drill_shops)
         wish = read_instruction(task.instruction)
@@ -177,7 +178,8 @@ class Demonstrator:
 
         needs = [*wish.attributes, wish.kind, wish.stated_axis, wish.stated_value]
         open_axis = "size" if wish.stated_axis == "colour" else "colour"
-        needs += [open_axis, task.persona[f"likes {open_axis}"], "budget", f"${budget}"]
+        wanted = {wish.stated_axis: wish.stated_value, open_axis: task.persona[f"likes {open_axis}"]}
+        needs += [open_axis, wanted[open_axis], "budget", f"${budget}"]
         query = f"{rng.choice(pool)} {wish.kind}"
         ids = self._assistant(Action(" ".join(["need", *needs]), "search", query))
         writer.add(ids, self._answer_weights(ids, [i for i, word in enumerate(needs, 1) if word not in ("colour", "size", "budget")]))
@@ -187,7 +189,7 @@ class Demonstrator:
         for page in range(2):
             labels = [line.split(" ", 1)[0] for line in results.split("\n")[1:]]
             text = take(Action("", "click", rng.choice(labels)), 0.0)
-            thought, answers = self._verdicts(rng, text, pool)
+            thought, answers = self._verdicts(rng, text, pool, wish.attributes, wanted)
             options = {line.split(" ", 1)[0]: [w for w in line.split(" ")[1:] if not w.startswith("$")] for line in text.split("\n")[2:]}
             target = "previous" if page == 0 else f"colour={rng.choice(options['colour'])}"
             ids = self._assistant(Action(thought, "click", target))
@@ -202,24 +204,36 @@ class Demonstrator:
         writer.add(ids, self._answer_weights(ids, [1, 3, 4]))
         return writer.episode()
 
-    def _verdicts(self, rng: random.Random, text: str, pool: list[str]) -> tuple[str, list[int]]:
-        """A thought with verdicts on random attributes and options, about half of them "no", and the word indices of the verdicts."""
+    def _verdicts(
+        self, rng: random.Random, text: str, pool: list[str], attributes: Sequence[str], wanted: Mapping[str, str]
+    ) -> tuple[str, list[int]]:
+        """A thought with verdicts on the needs, as a careful shopper words them, then on random attributes and options, about half of them "no".
+
+        Returns:
+          The thought, and the indices of the words to train: the needs and all verdicts.
+        """
         lines = [line.split(" ") for line in text.split("\n")[1:]]
         has = set(lines[0][1:])
         offers = {line[0]: set(line[1:]) for line in lines[1:]}
         words: list[str] = []
         answers = []
-        for _ in range(6):
-            source = sorted(has) if rng.random() < 0.5 else [a for a in pool if a not in has]
-            words.append(rng.choice(source))
-            answers.append(len(words))
-            words.append("yes" if words[-1] in has else "no")
-        for axis, values in (("colour", COLOURS), ("size", SIZES)) * 2:
+
+        def verdict(word: str, listed: set[str], *, need: bool) -> None:
+            answers.extend([len(words), len(words) + 1] if need else [len(words) + 1])
+            words.extend([word, "yes" if word in listed else "no"])
+
+        for attribute in attributes:
+            verdict(attribute, has, need=True)
+        for axis in ("colour", "size"):
+            words.append(axis)
+            verdict(wanted[axis], offers[axis], need=True)
+        for _ in range(4):
+            verdict(rng.choice(sorted(has) if rng.random() < 0.5 else [a for a in pool if a not in has]), has, need=False)
+        for axis, values in (("colour", COLOURS), ("size", SIZES)):
             absent = [v for v in values if v not in offers[axis]]
+            words.append(axis)
             source = absent if absent and rng.random() < 0.5 else [v for v in values if v in offers[axis]]
-            words += [axis, rng.choice(source)]
-            answers.append(len(words))
-            words.append("yes" if words[-1] in offers[axis] else "no")
+            verdict(rng.choice(source), offers[axis], need=False)
         return " ".join(words), answers
 
     def _answer_weights(self, ids: tuple[int, ...], answers: list[int]) -> tuple[float, ...]:

@@ -146,19 +146,22 @@ def check_thought(words, observation, wish, persona, verdicts):
     lines = [line.split() for line in observation.split("\n")]
     assert lines[0][0] == "product" and lines[1][0] == "has"
     offers = {line[0]: {w for w in line[1:] if not w.startswith("$")} for line in lines[1:]}
-    answers, axis, asked = [], "has", ""
+    other = "size" if wish.stated_axis == "colour" else "colour"
+    needs = [*wish.attributes, *(dict([(wish.stated_axis, wish.stated_value), (other, persona[f"likes {other}"])])[a] for a in ("colour", "size"))]
+    answers, trained, axis, asked = 0, [], "has", ""
     for word in words:
         if word in ("yes", "no"):
             assert word == ("yes" if asked in offers[axis] else "no"), (words, observation)
             verdicts[word] += 1
-            answers.append(word)
+            answers += 1
+            trained += [asked, word] if answers <= len(needs) else [word]
             axis = "has"
         elif word in ("colour", "size"):
             axis = word
         else:
             asked = word
-    assert len(answers) == 10
-    return answers
+    assert answers == 10 and trained[: 2 * len(needs) : 2] == needs
+    return trained
 
 
 def test_the_same_seed_gives_the_same_stream(chat, shops, drill_shops, demonstrator):
