@@ -176,13 +176,15 @@ class Demonstrator:
             writer.add(self._result(step.observation), 0.0)
             return step.observation
 
-        needs = [*wish.attributes, wish.kind, wish.stated_axis, wish.stated_value]
         open_axis = "size" if wish.stated_axis == "colour" else "colour"
-        wanted = {wish.stated_axis: wish.stated_value, open_axis: task.persona[f"likes {open_axis}"]}
-        needs += [open_axis, wanted[open_axis], "budget", f"${budget}"]
+        wanted = {wish.stated_axis: ("in", wish.stated_value), open_axis: ("likes", task.persona[f"likes {open_axis}"])}
+        needs = [*wish.attributes, wish.kind]
+        for axis in (wish.stated_axis, open_axis):
+            needs += [wanted[axis][0], axis, wanted[axis][1]]
+        needs += ["budget", f"${budget}"]
         query = f"{rng.choice(pool)} {wish.kind}"
         ids = self._assistant(Action(" ".join(["need", *needs]), "search", query))
-        writer.add(ids, self._answer_weights(ids, [i for i, word in enumerate(needs, 1) if word not in ("colour", "size", "budget")]))
+        writer.add(ids, self._answer_weights(ids, [i for i, word in enumerate(needs, 1) if word not in ("colour", "size", "budget", "in", "likes")]))
         step = session.step("search", {"query": query})
         writer.add(self._result(step.observation), 0.0)
         results = step.observation
@@ -205,7 +207,7 @@ class Demonstrator:
         return writer.episode()
 
     def _verdicts(
-        self, rng: random.Random, text: str, pool: list[str], attributes: Sequence[str], wanted: Mapping[str, str]
+        self, rng: random.Random, text: str, pool: list[str], attributes: Sequence[str], wanted: Mapping[str, tuple[str, str]]
     ) -> tuple[str, list[int]]:
         """A thought with verdicts on the needs, as a careful shopper words them, then on random attributes and options, about half of them "no".
 
@@ -225,8 +227,9 @@ class Demonstrator:
         for attribute in attributes:
             verdict(attribute, has, need=True)
         for axis in ("colour", "size"):
-            words.append(axis)
-            verdict(wanted[axis], offers[axis], need=True)
+            source, value = wanted[axis]
+            words += [source, axis]
+            verdict(value, offers[axis], need=True)
         for _ in range(4):
             verdict(rng.choice(sorted(has) if rng.random() < 0.5 else [a for a in pool if a not in has]), has, need=False)
         for axis, values in (("colour", COLOURS), ("size", SIZES)):

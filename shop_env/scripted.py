@@ -89,6 +89,10 @@ class Shopper:
             return self.wish.stated_value if "stated" in self.does else self._likes[axis]
         return self._likes[axis] if "persona" in self.does else None
 
+    def source(self, axis: str) -> str:
+        """The word that stands before the axis where the wanted value is written: "in" the instruction, what the persona "likes"."""
+        return "in" if axis == self.wish.stated_axis and "stated" in self.does else "likes"
+
     def act(self, observation: str) -> Action:
         """The next action, given the shop's last answer."""
         self._intended = self._next(observation)
@@ -141,11 +145,12 @@ class Shopper:
                 reject = thought[-1] == "no"
                 if reject:
                     break
-        if "stock" in self.does and not reject:
-            for axis in _AXES:
-                value = self.wanted(axis)
-                if value is not None:
-                    thought += [axis, value, "yes" if value in options[axis] else "no"]
+        for axis in _AXES if not reject else ():
+            value = self.wanted(axis)
+            if value is not None:
+                thought += [self.source(axis), axis, value]
+                if "stock" in self.does:
+                    thought.append("yes" if value in options[axis] else "no")
                     reject = thought[-1] == "no"
                     if reject:
                         break

@@ -134,9 +134,9 @@ def check_thought(words, observation, wish, persona, verdicts):
         return []
     if words[0] == "need":
         other = "size" if wish.stated_axis == "colour" else "colour"
-        stated = [*wish.attributes, wish.kind, wish.stated_axis, wish.stated_value]
-        assert words[1:] == [*stated, other, persona[f"likes {other}"], "budget", f"${wish.budget}"]
-        return [w for w in words[1:] if w not in ("colour", "size", "budget")]
+        stated = [*wish.attributes, wish.kind, "in", wish.stated_axis, wish.stated_value]
+        assert words[1:] == [*stated, "likes", other, persona[f"likes {other}"], "budget", f"${wish.budget}"]
+        return [w for w in words[1:] if w not in ("colour", "size", "budget", "in", "likes")]
     if words[0] == "price":
         price = int(re.search(r" price \$(\d+)( \||$)", observation)[1])
         answer = "exceeds" if price > wish.budget else "ok"
@@ -148,16 +148,19 @@ def check_thought(words, observation, wish, persona, verdicts):
     offers = {line[0]: {w for w in line[1:] if not w.startswith("$")} for line in lines[1:]}
     other = "size" if wish.stated_axis == "colour" else "colour"
     needs = [*wish.attributes, *(dict([(wish.stated_axis, wish.stated_value), (other, persona[f"likes {other}"])])[a] for a in ("colour", "size"))]
-    answers, trained, axis, asked = 0, [], "has", ""
+    answers, trained, axis, asked, source = 0, [], "has", "", ""
     for word in words:
         if word in ("yes", "no"):
             assert word == ("yes" if asked in offers[axis] else "no"), (words, observation)
             verdicts[word] += 1
             answers += 1
             trained += [asked, word] if answers <= len(needs) else [word]
+            assert axis == "has" or answers > len(needs) or source == ("in" if axis == wish.stated_axis else "likes")
             axis = "has"
         elif word in ("colour", "size"):
             axis = word
+        elif word in ("in", "likes"):
+            source = word
         else:
             asked = word
     assert answers == 10 and trained[: 2 * len(needs) : 2] == needs
