@@ -88,7 +88,7 @@ def _backward_tile(q, k, v, d_out, log_total, dot, segments, i, j, dq, dk, dv):
 
 @jax.custom_vjp
 def _tiled(q, k, v, segments):
-    """q [B, H_kv, n, C * G, d], k and v [B, H_kv, n, C, d], segments [B, n, C] -> like q."""
+    """Attention of q [B, H_kv, n, C * G, d] over k, v [B, H_kv, n, C, d] with segments [B, n, C]; the result is like q."""
     return _tiled_fwd(q, k, v, segments)[0]
 
 

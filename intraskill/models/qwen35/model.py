@@ -58,7 +58,8 @@ def linear_out(config: ModelConfig, p: dict[str, Any], out: Float[Array, "B T H 
 
 
 def _linear_attention(config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    mixed = jax.nn.silu(causal_conv(project("btd,dhe->bthe", x, p["qkv"]), p["conv"], segment_ids))
+    mixed = causal_conv(project("btd,dhe->bthe", x, p["qkv"]), p["conv"], segment_ids)
+    mixed = jax.nn.silu(lax.optimization_barrier(mixed))  # fused with the shifts it runs unvectorised on CPU: 11 ms instead of 2
     q, k, v = split_conv(config, mixed)
     beta, g = gates(p, x)
     real = (segment_ids > 0)[:, :, None, None]
