@@ -224,3 +224,20 @@ def _interval(text: Mapping[str, Any]) -> int:
         expected = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(text["num_hidden_layers"])]
         _check(kinds == expected, f"config.json: layer_types does not repeat full_attention every {interval} layers over num_hidden_layers")
     return interval
+
+
+QWEN35_4B = ModelConfig(
+    vocab_size=248_320,
+    hidden_size=2560,
+    intermediate_size=9216,
+    num_layers=32,
+    full_attention_interval=4,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+)
+"""The published text model of 4,205,751,296 parameters."""

@@ -18,7 +18,6 @@ from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.gated_delta import causal_conv, chunked, conv_window, l2_norm, step
 from intraskill.models.qwen35.layers import cut_pieces, join_pieces, mlp, mlp_in_pieces, precision, project, rms_norm, rotate, rotation
 from intraskill.models.qwen35.params import Params, abstract_params, init_params, layer_params
-from intraskill.models.qwen35.splash import attend_splash
 
 __all__ = ["LogProbs", "abstract_params", "extend", "forward", "init_params", "log_probs", "logits"]
 
@@ -109,8 +108,11 @@ def _full_attention(
     config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], cos: Array, sin: Array, segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     q, gate, k, v = attention_inputs(config, p, x, cos, sin)
-    attend = attend_splash if config.attention == "splash" else attend_packed
-    return attention_out(p, attend(q, k, v, segment_ids), gate)
+    if config.attention == "splash":
+        from intraskill.models.qwen35.splash import attend_splash  # most of a second to import, and only TPUs have a use for it
+
+        return attention_out(p, attend_splash(q, k, v, segment_ids), gate)
+    return attention_out(p, attend_packed(q, k, v, segment_ids), gate)
 
 
 # --------------------------------------------------------------------------------------------------------------- forward
