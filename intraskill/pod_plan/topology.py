@@ -76,8 +76,9 @@ class Topology:
         return cls(name, "gpu" if kind == "h100" else "tpu", count, CHIPS[kind])
 
     def prepare(self) -> None:
-        """Sets what the compiler reads from the environment. Call before anything asks JAX for its devices."""
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        """Settings of JAX and of the compiler. Call before anything asks JAX for its devices."""
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_enable_compilation_cache", False)  # a program read back from the cache does not know its memory
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU whose metadata could be asked for
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         if self.kind == "cpu":
