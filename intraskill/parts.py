@@ -154,7 +154,7 @@ def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
 
 
 def make_learner(config: Any, shape: ModelConfig, sampling: Sampling, devices: Sequence[Any] | None = None) -> Learner:
-    """The learner under the sampler's own temperature and banned ids, on the configured mesh over `devices` (as many of this machine's, unless given)."""
+    """The learner under the sampler's own temperature and banned ids, on the configured mesh over `devices`, this machine's unless given."""
     settings = config.grpo
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     if settings.rows_per_microbatch % (sizes[0] * sizes[1]):

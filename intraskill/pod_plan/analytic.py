@@ -70,7 +70,8 @@ def executed_flops(config: ModelConfig, length: int, trained: int, *, backward: 
         projections * (3 + again)
         + mlp * (3 + mlp_again)
         + delta * (3 + again + pieces)
-        + product * (2 + 2 * again + (7 if splashed else 4))  # the kernel forms scores twice more and their gradient once more in its two backward parts
+        + product
+        * (2 + 2 * again + (7 if splashed else 4))  # the kernel forms scores twice more and their gradient once more in its two backward parts
         + vocabulary * 4
     )
 
@@ -79,6 +80,16 @@ def _blocked_pairs(length: int) -> float:
     """Query blocks against all keys up to their own end (`attention.attend_packed`)."""
     block = max(128, -(-length // 16))
     return sum((min(start + block, length) - start) * min(start + block, length) for start in range(0, length, block))
+
+
+def stream_bytes(config: ModelConfig, length: int) -> float:
+    """Operands and results of the projections' and the MLP's products in a gradient step, forward, done again, and twice backward."""
+    linear, full = num_layers(config)
+    sizes, d = matrices(config), config.hidden_size
+    weights = linear * sizes["linear"] + full * sizes["full"] + config.num_layers * sizes["mlp"]
+    # A product of D x N has T x (D + N) entries beside its matrix.
+    wide = (weights / d) + 5 * d * config.num_layers
+    return 4 * config.activation_dtype.itemsize * (weights + length * wide)
 
 
 def activation_bytes(config: ModelConfig, length: int, trained: int) -> float:

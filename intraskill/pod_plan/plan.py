@@ -117,7 +117,12 @@ def _calculated(config: Any, shape: ModelConfig, topology: Topology) -> tuple[St
     row, trained = config.grpo.row_length, config.grpo.trained_per_row
     flops = analytic.executed_flops(shape, row, trained) / config.mesh.tensor
     memory = Memory(2 * each, each + int(analytic.activation_bytes(shape, row, trained)) // config.mesh.tensor, 2 * each)
-    return State(each, 2 * each, each), (Step("gradient", memory, Work(flops, flops)),)
+    fsdp = config.mesh.fsdp
+    whole = (fsdp - 1) / fsdp * count / config.mesh.tensor  # entries of other devices: gathered forward and backward, their gradients sent in float32
+    exchanged = {"all_gather": 2 * whole * shape.activation_dtype.itemsize, "reduce_scatter": 4 * whole}
+    # Each entry is read forward, done again, and twice backward, by products of T tokens: the least that can move.
+    moved = analytic.stream_bytes(shape, row) / config.mesh.tensor + sum(exchanged.values())
+    return State(each, 2 * each, each), (Step("gradient", memory, Work(flops, flops, moved, exchanged)),)
 
 
 def knob(plan: Plan, step: Step) -> str:

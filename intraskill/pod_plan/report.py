@@ -9,12 +9,17 @@ from intraskill.pod_plan.topology import GIB
 _NAMES = {"gradient": "gradient of a microbatch", "log_probs": "log-probs of a microbatch", "apply": "optimizer step", "decode": "decode call"}
 
 
+def _figure(amount: float) -> str:
+    """Three significant digits, or all before the point."""
+    return f"{amount:,.0f}" if abs(amount) >= 100 else f"{amount:.3g}"
+
+
 def _gib(amount: float) -> str:
-    return f"{amount / GIB:.2f}"
+    return _figure(amount / GIB)
 
 
 def _milliseconds(amount: float, rate: float | None) -> str:
-    return "-" if rate is None else f"{1e3 * amount / rate:,.1f}"
+    return "-" if rate is None else _figure(1e3 * amount / rate)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -27,9 +32,10 @@ def _heading(plan: Plan) -> str:
     how = "calculated by formula, not compiled: no compiler for this machine was at hand" if plan.analytic else "compiled ahead of time"
     settings = " ".join(f"--config.{name}={value}" for name, value in plan.settings.items())
     return (
-        f"{plan.topology.num_devices} devices of {_gib(plan.topology.chip.memory_bytes)} GiB; {how}. Model: {plan.source}; {shape.dtype}, remat {shape.remat}, "
-        f"{shape.attention} attention, chunks of {shape.chunk_size}, pieces of {shape.piece_length or 'the whole row'}. One row of {plan.row_length:,} tokens, "
-        f"{plan.trained:,} of them trained on, a device. Settings that follow from the number of devices: `{settings}`."
+        f"{plan.topology.num_devices} devices of {_gib(plan.topology.chip.memory_bytes)} GiB; {how}. Model: {plan.source}; {shape.dtype}, "
+        f"remat {shape.remat}, {shape.attention} attention, chunks of {shape.chunk_size}, pieces of {shape.piece_length or 'the whole row'}. "
+        f"One row of {plan.row_length:,} tokens, {plan.trained:,} of them trained on, a device. "
+        f"Settings that follow from the number of devices: `{settings}`."
     )
 
 
@@ -51,11 +57,11 @@ def _work_row(plan: Plan, step: Step) -> list[str]:
     sent = sum(done.exchanged.values())
     return [
         _NAMES[step.name],
-        f"{done.flops / 1e12:,.2f}",
-        f"{done.bytes / 1e9:,.1f}",
+        _figure(done.flops / 1e12),
+        _figure(done.bytes / 1e9),
         _milliseconds(done.bf16_flops if plan.topology.kind == "tpu" else done.flops, chip.flops),
         _milliseconds(done.bytes, chip.memory_rate),
-        ", ".join(f"{kind} {amount / 1e9:,.2f}" for kind, amount in done.exchanged.items()) or "-",
+        ", ".join(f"{kind} {_figure(amount / 1e9)}" for kind, amount in done.exchanged.items()) or "-",
         _milliseconds(sent, chip.link_rate),
     ]
 
@@ -64,11 +70,13 @@ def _ratios(plan: Plan) -> str:
     step = plan.step("gradient")
     if step is None:
         return ""
-    flops, passes = step.work.flops, step.work.bf16_flops if plan.topology.kind == "tpu" else step.work.flops
+    on_tpu = plan.topology.kind == "tpu"
+    flops, passes = step.work.flops, step.work.bf16_flops if on_tpu else step.work.flops
+    checked = "" if plan.analytic else f" Counted in the program / by formula {flops / plan.expected_flops:.3f}."
+    taken = ", with float32 products taken as six bfloat16 passes" if on_tpu else ""
     return (
-        f"Gradient step: executed / model FLOPs {flops / plan.model_flops:.3f} (model: {plan.model_flops / 1e12:,.1f} TFLOP a device); counted / formula "
-        f"{flops / plan.expected_flops:.3f}; model FLOPs utilisation is at most {plan.model_flops / passes:.1%}"
-        + (", float32 products taken as six bfloat16 passes.\n\n" if plan.topology.kind == "tpu" else ".\n\n")
+        f"Gradient step: executed / model FLOPs {flops / plan.model_flops:.3f} (model: {_figure(plan.model_flops / 1e12)} TFLOP a device).{checked} "
+        f"Model FLOPs utilisation is at most {plan.model_flops / passes:.1%}{taken}.\n\n"
     )
 
 

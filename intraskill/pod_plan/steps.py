@@ -67,7 +67,9 @@ def spread(config: Any, topology: Topology) -> dict[str, int]:
     """
     fixed = config.mesh.data * config.mesh.tensor
     if topology.num_devices % fixed:
-        raise InputError(f"mesh.data x mesh.tensor = {fixed} does not divide the {topology.num_devices} devices of {topology.name}: lower one of them")
+        raise InputError(
+            f"mesh.data x mesh.tensor = {fixed} does not divide the {topology.num_devices} devices of {topology.name}: lower one of them"
+        )
     fsdp = topology.num_devices // fixed
     return {"mesh.fsdp": fsdp, "grpo.rows_per_microbatch": config.mesh.data * fsdp}
 

@@ -155,7 +155,15 @@ _score.defvjp(_score_fwd, _score_bwd)
 
 
 def _on_device(
-    config: ModelConfig, temperature: float, params: Params, tokens: Array, positions: Array, segment_ids: Array, index: Array, targets: Array, banned: Array
+    config: ModelConfig,
+    temperature: float,
+    params: Params,
+    tokens: Array,
+    positions: Array,
+    segment_ids: Array,
+    index: Array,
+    targets: Array,
+    banned: Array,
 ) -> LogProbs:
     axes = logical_axes(config)
     cos, sin = rotation(config, positions)

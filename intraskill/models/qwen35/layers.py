@@ -61,7 +61,9 @@ def mlp_in_pieces(config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D
 def cut_pieces(config: ModelConfig, x: Array) -> Array:
     """[B, T, ...] -> [T / piece_length, B, piece_length, ...]."""
     if x.shape[1] % config.piece_length:
-        raise InputError(f"a row of {x.shape[1]} tokens is no multiple of model piece_length, {config.piece_length}: change row_length or piece_length")
+        raise InputError(
+            f"a row of {x.shape[1]} tokens is no multiple of model piece_length, {config.piece_length}: change row_length or piece_length"
+        )
     return jnp.moveaxis(x.reshape(x.shape[0], -1, config.piece_length, *x.shape[2:]), 1, 0)
 
 

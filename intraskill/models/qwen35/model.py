@@ -59,7 +59,12 @@ def linear_out(config: ModelConfig, p: dict[str, Any], out: Float[Array, "B T H 
 
 
 def _linear_core(
-    config: ModelConfig, conv: Array, raw: Float[Array, "B T H E"], beta: Float[Array, "B T H G"], g: Float[Array, "B T H G"], segment_ids: Int[Array, "B T"]
+    config: ModelConfig,
+    conv: Array,
+    raw: Float[Array, "B T H E"],
+    beta: Float[Array, "B T H G"],
+    g: Float[Array, "B T H G"],
+    segment_ids: Int[Array, "B T"],
 ) -> Float[Array, "B T H G V"]:
     """Convolution and delta rule; with config.piece_length one piece after the other, which hand on the state and the convolution's last inputs."""
     if not 0 < config.piece_length < raw.shape[1]:

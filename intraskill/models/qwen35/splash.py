@@ -32,7 +32,12 @@ def tiles_computed(length: int) -> int:
 
 
 def attend_splash(
-    q: Float[Array, "B T H d"], k: Float[Array, "B T H_kv d"], v: Float[Array, "B T H_kv d"], segment_ids: Int[Array, "B T"], *, interpret: bool = False
+    q: Float[Array, "B T H d"],
+    k: Float[Array, "B T H_kv d"],
+    v: Float[Array, "B T H_kv d"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    interpret: bool = False,
 ) -> Float[Array, "B T H d"]:
     """Causal attention inside each segment of each row; `interpret` runs the kernel's text without a TPU, for tests."""
     length, heads, width = q.shape[1:]
