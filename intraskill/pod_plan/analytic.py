@@ -70,8 +70,7 @@ def executed_flops(config: ModelConfig, length: int, trained: int, *, backward: 
         projections * (3 + again)
         + mlp * (3 + mlp_again)
         + delta * (3 + again + pieces)
-        + product
-        * (2 + 2 * again + (7 if splashed else 4))  # the kernel forms scores twice more and their gradient once more in its two backward parts
+        + product * (2 + 2 * again + (7 if splashed else 4))  # the kernel's two backward parts: scores twice, their gradient twice
         + vocabulary * 4
     )
 
@@ -93,7 +92,7 @@ def stream_bytes(config: ModelConfig, length: int) -> float:
 
 
 def activation_bytes(config: ModelConfig, length: int, trained: int) -> float:
-    """What the backward pass keeps and what its widest layer needs, roughly: within a factor of about 1.5 of the compiled programs of docs/plan.md."""
+    """What the backward pass keeps and what its widest layer needs, roughly: good for the order of magnitude."""
     item = config.activation_dtype.itemsize
     d, stream = config.hidden_size, length * config.hidden_size * item
     kept = {"layer": config.num_layers, "block": config.num_layers // config.full_attention_interval, "none": 0}[config.remat] * stream

@@ -12,6 +12,7 @@ from typing import Any
 
 from jax import lax
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from intraskill.models.qwen35 import splash
 
@@ -54,7 +55,9 @@ def of(traced: Any, num_devices: int, while_trips: int = 1) -> Work:
       num_devices: of the mesh.
       while_trips: how often the bodies of loops without a fixed count run.
     """
-    return _count(traced.jaxpr.jaxpr, 1 / num_devices, {}, while_trips)
+    jaxpr = traced.jaxpr.jaxpr
+    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # differentiation leaves products whose results nobody reads
+    return _count(live, 1 / num_devices, {}, while_trips)
 
 
 def _count(jaxpr: core.Jaxpr, share: float, axes: Mapping[str, int], trips: int) -> Work:
