@@ -3,8 +3,9 @@
     python launch/train.py --config=configs/coevolve.py --config.model.checkpoint=DIR_OF_QWEN3.5_4B
 
 Not run by us: no accelerator was at hand. Four rounds of 20 steps generate 20,480 episodes and train on 10,240 in 160 updates; the
-published run took 209 to 245 s of rollout a step on four 80 GB devices. Until the SGLang client is there the engine is the embedded one
-in the training process, so one host must hold the policy, its optimizer state and the engine's caches.
+published run took 209 to 245 s of rollout a step on four 80 GB devices. Mesh and numerics are for eight v5p chips; `launch/plan.py` shows what
+fits on which slice and names the settings for another (docs/plan.md). On GPUs set --config.model.attention=blocked. Until the SGLang client is
+there the engine is the embedded one in the training process, so one host must hold the policy, its optimizer state and the engine's caches.
 """
 
 from ml_collections import ConfigDict

@@ -126,7 +126,8 @@ def numerics(config: Any) -> dict[str, Any]:
     """How the model computes, apart from its shape: fields of ModelConfig. Parameters that train are float32."""
     settings = config.model
     names = ("dtype", "remat", "attention", "chunk_size", "piece_length", "scan_layers")
-    return {"param_dtype": "float32", **{name: settings[name] for name in names}}
+    # The config of a run that was recorded before a field existed lacks it; such a run did what the default does.
+    return {"param_dtype": "float32", **{name: settings[name] for name in names if name in settings}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +143,8 @@ class Policy:
 def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     """Loads `config.model.checkpoint` (HF layout) and the sampling of `config.rollout`."""
     directory = Path(config.model.checkpoint)
+    if config.model.attention == "splash" and jax.default_backend() != "tpu":
+        raise InputError(f"model.attention = splash is a TPU kernel and this machine computes on {jax.default_backend()}: set blocked")
     shape, params = hf.load_hf(directory, **numerics(config))
     chat = Chat(load_tokenizer(directory), tools, thinking=config.model.thinking)
     sampling = Sampling(
