@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 TORCH_STAMP := $(VENV)/.installed-torch
 
-.PHONY: venv demo test check test-extra bench clean
+.PHONY: venv demo test check test-extra bench plan clean
 
 venv: $(STAMP)
 
@@ -38,6 +38,11 @@ test-extra: $(TORCH_STAMP)
 
 bench: $(STAMP)
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(RUN) "$$script"; done
+
+# Needs libtpu (pip install '.[plan]'), 8 GB and a quarter of an hour on two quiet cores. A machine that a plan does not fit is a result, hence the `-`.
+plan: $(STAMP)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[plan]'
+	-for machine in v5p:2x2x2 v6e:4x4 v5e:4x8 v5e:4x4 h100:8; do $(RUN) launch/plan.py --topology=$$machine --write=docs/plan.md; done
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info

@@ -3,8 +3,9 @@
     python launch/train.py --config=configs/coevolve.py --config.model.checkpoint=DIR_OF_QWEN3.5_4B
 
 Not run by us: no accelerator was at hand. Four rounds of 20 steps generate 20,480 episodes and train on 10,240 in 160 updates; the
-published run took 209 to 245 s of rollout a step on four 80 GB devices. Until the SGLang client is there the engine is the embedded one
-in the training process, so one host must hold the policy, its optimizer state and the engine's caches.
+published run took 209 to 245 s of rollout a step on four 80 GB devices. Mesh and numerics are for eight v5p chips; `launch/plan.py` shows what
+fits on which slice and names the settings for another (docs/plan.md). On GPUs set --config.model.attention=blocked. Until the SGLang client is
+there the engine is the embedded one in the training process, so one host must hold the policy, its optimizer state and the engine's caches.
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +19,17 @@ def get_config(variant: str = "") -> ConfigDict:
         raise ValueError(f"configs/coevolve.py has no variant {variant!r}; leave out the colon")
     config = pocket.get_config()
     config.name = "coevolve"
-    config.model.update({"checkpoint": "checkpoints/Qwen3.5-4B", "dtype": "bfloat16", "thinking": True, "remat": "block"})
+    config.model.update(
+        {
+            "checkpoint": "checkpoints/Qwen3.5-4B",
+            "dtype": "bfloat16",
+            "remat": "layer",
+            "attention": "splash",
+            "chunk_size": 64,
+            "piece_length": 4096,
+            "scan_layers": True,
+        }
+    )
     # The cold start that would write an initial bank for a 4B policy is not built yet: this one is the pocket shop's.
     config.shop.update({"num_products": 22726, "train": 3726, "validation": 400, "test": 400, "page_size": 20, "max_actions": 30})
     config.schedule.update({"rounds": 4, "steps_per_round": 20})
@@ -42,10 +53,10 @@ def get_config(variant: str = "") -> ConfigDict:
             "weight_decay": 0.1,
             "row_length": 24576,
             "trained_per_row": 12288,
-            "rows_per_microbatch": 4,
+            "rows_per_microbatch": 8,
             "updates_per_step": 2,
         }
     )
     config.curriculum.update({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9})
-    config.mesh.update({"data": 1, "fsdp": 4, "tensor": 1})
+    config.mesh.update({"data": 1, "fsdp": 8, "tensor": 1})
     return config

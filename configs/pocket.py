@@ -18,7 +18,18 @@ def _full() -> ConfigDict:
     config.seed = 0
 
     # The policy and its skills at the start.
-    config.model = ConfigDict({"checkpoint": "pocket/checkpoint", "dtype": "float32", "thinking": True, "remat": "none"})
+    config.model = ConfigDict(
+        {
+            "checkpoint": "pocket/checkpoint",
+            "thinking": True,
+            "dtype": "float32",
+            "remat": "none",
+            "attention": "blocked",
+            "chunk_size": 32,
+            "piece_length": 0,
+            "scan_layers": False,
+        }
+    )
     config.bank = ConfigDict({"path": "pocket/bank.json", "max_active": 10, "mechanisms": "pocket/mechanisms.json"})
 
     # The shop: a synthetic world served over HTTP on a loopback port (0: any free one).

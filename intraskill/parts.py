@@ -122,6 +122,14 @@ def packing_options(config: Any) -> dict[str, Any]:
     }
 
 
+def numerics(config: Any) -> dict[str, Any]:
+    """How the model computes, apart from its shape: fields of ModelConfig. Parameters that train are float32."""
+    settings = config.model
+    names = ("dtype", "remat", "attention", "chunk_size", "piece_length", "scan_layers")
+    # The config of a run that was recorded before a field existed lacks it; such a run did what the default does.
+    return {"param_dtype": "float32", **{name: settings[name] for name in names if name in settings}}
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """A policy as it comes from disk: shape, parameters, and the chat of its own tokenizer."""
@@ -135,7 +143,9 @@ class Policy:
 def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     """Loads `config.model.checkpoint` (HF layout) and the sampling of `config.rollout`."""
     directory = Path(config.model.checkpoint)
-    shape, params = hf.load_hf(directory, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
+    if config.model.attention == "splash" and jax.default_backend() != "tpu":
+        raise InputError(f"model.attention = splash is a TPU kernel and this machine computes on {jax.default_backend()}: set blocked")
+    shape, params = hf.load_hf(directory, **numerics(config))
     chat = Chat(load_tokenizer(directory), tools, thinking=config.model.thinking)
     sampling = Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
@@ -146,8 +156,8 @@ def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     return Policy(shape, params, chat, sampling)
 
 
-def make_learner(config: Any, shape: ModelConfig, sampling: Sampling) -> Learner:
-    """The learner under the sampler's own temperature and banned ids, on the configured mesh."""
+def make_learner(config: Any, shape: ModelConfig, sampling: Sampling, devices: Sequence[Any] | None = None) -> Learner:
+    """The learner under the sampler's own temperature and banned ids, on the configured mesh over `devices`, this machine's unless given."""
     settings = config.grpo
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     if settings.rows_per_microbatch % (sizes[0] * sizes[1]):
@@ -161,7 +171,7 @@ def make_learner(config: Any, shape: ModelConfig, sampling: Sampling) -> Learner
     )
     return qwen35_learner(
         shape,
-        sharding.make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)]),
+        sharding.make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)] if devices is None else devices),
         optimizer,
         ClippedPolicyGradient(settings.clip_low, settings.clip_high),
         temperature=sampling.temperature,
@@ -311,7 +321,7 @@ def export_run(run: Path, directory: Path, dtype: str) -> int:
         raise InputError(f"{run} has no checkpoints yet: let the run finish its first step")
     config: Any = ConfigDict(read_json(path))
     source = Path(config.model.checkpoint)
-    shape = hf.load_config(source, dtype=config.model.dtype, param_dtype="float32", remat=config.model.remat)
+    shape = hf.load_config(source, **numerics(config))
     checkpoints = Checkpointer(run / "checkpoints", model_config=dataclasses.asdict(shape), read_only=True)
     try:
         restored = checkpoints.restore(make_learner(config, shape, Sampling(1)).abstract_state(model.abstract_params(shape)))

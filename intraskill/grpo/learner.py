@@ -223,6 +223,19 @@ class Learner:
         loss = sums.pop("loss")
         return state, {"loss": loss, "grad_norm": float(norm), "learning_rate": float(np.asarray(self._rate(step)))} | mean_metrics(sums)
 
+    def programs(self, params: PyTree, batch: DeviceBatch) -> dict[str, jax.stages.Traced]:
+        """What an update runs, traced for arguments that may be shapes only: nothing is computed. For plans of memory and work.
+
+        `log_probs` and `gradient` run once a microbatch, `apply` once an update.
+        """
+        state = self.abstract_state(params)
+        norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._replicated)
+        return {
+            "log_probs": self._score.trace(params, batch),
+            "gradient": self._accumulate.trace(params, params, batch),
+            "apply": self._apply.trace(state, state.params, norm),
+        }
+
     def _accumulate_impl(self, params: PyTree, gradient: PyTree, batch: DeviceBatch) -> tuple[PyTree, dict[str, Any]]:
         def loss_fn(p):
             scores = self._log_probs_fn(p, batch)

@@ -4,6 +4,7 @@ Nothing else in `intraskill.grpo` imports a model.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,16 +15,17 @@ from jaxtyping import PyTree
 
 from intraskill.grpo.learner import Learner, LogProbsFn, OptimizerConfig
 from intraskill.grpo.loss import DeviceBatch, Objective
-from intraskill.models.qwen35 import sharding
+from intraskill.models.qwen35 import fsdp, sharding
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.model import LogProbs, abstract_params, log_probs
 from intraskill.types import InputError
 
 
-def log_probs_fn(config: ModelConfig, *, temperature: float = 1.0, banned_ids: Sequence[int] = ()) -> LogProbsFn:
+def log_probs_fn(config: ModelConfig, mesh: Mesh | None = None, *, temperature: float = 1.0, banned_ids: Sequence[int] = ()) -> LogProbsFn:
     """The model's log-probs under the sampler's convention: softmax(logits / temperature) over the ids that are not banned.
 
     Both must be those of `Sampling`, for pi_old and pi alike, or the ratio compares two different distributions with the sampler's.
+    Without a mesh, or with one of a single device, nothing is exchanged between devices.
     """
     outside = [i for i in banned_ids if not 0 <= i < config.vocab_size]
     if outside:
@@ -35,8 +37,10 @@ def log_probs_fn(config: ModelConfig, *, temperature: float = 1.0, banned_ids: S
         banned = np.zeros(config.vocab_size, bool)
         banned[list(banned_ids)] = True
 
+    score = log_probs if mesh is None or mesh.size == 1 else partial(fsdp.log_probs, mesh=mesh)
+
     def scores(params: PyTree, batch: DeviceBatch) -> LogProbs:
-        return log_probs(
+        return score(
             params,
             config,
             batch.tokens,
@@ -75,7 +79,7 @@ def qwen35_learner(
 ) -> Learner:
     """The learner of a Qwen3.5 on a (data, fsdp, tensor) mesh; a microbatch's rows are spread over the first two axes."""
     return Learner(
-        log_probs_fn(config, temperature=temperature, banned_ids=banned_ids),
+        log_probs_fn(config, mesh, temperature=temperature, banned_ids=banned_ids),
         objective,
         optimizer,
         mesh=mesh,

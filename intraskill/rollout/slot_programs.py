@@ -97,6 +97,13 @@ class Programs:
         for bucket in self.shapes.prefill_buckets:
             self._program("prefill", bucket, params, state)
 
+    def trace_decode(self, params: Any, state: State) -> jax.stages.Traced:
+        """The decode program for arguments that may be shapes only; their shardings say where it runs. For plans of memory and work."""
+        function, arguments = self._definition("decode", 0)
+        where = jax.tree.leaves(params)[0].sharding
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arguments)
+        return jax.jit(function, donate_argnums=(1,)).trace(params, state, *shapes)
+
     # ------------------------------------------------------------------------------------------------------------- calls
 
     def copy(self, params: Any, state: State, pairs: Sequence[tuple[int, int]]) -> State:

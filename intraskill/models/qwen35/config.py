@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from intraskill.types import InputError
 
 _DTYPES = ("float32", "bfloat16")
-_REMAT = ("none", "block")
+_REMAT = ("none", "block", "layer")
+_ATTENTION = ("blocked", "splash")
 
 # ModelConfig field -> key of config.json, for the fields that translate one to one.
 _HF_KEYS = {
@@ -47,7 +48,12 @@ class ModelConfig:
       dtype: dtype of activations. State, gates, solves, norms, softmax and logits are float32 in any case.
       param_dtype: dtype in which parameters are stored.
       chunk_size: tokens that the linear attention handles in one dense piece; a power of two from 8 on.
-      remat: "block" keeps only the input of each block for the backward pass and computes the rest again; "none" keeps everything.
+      remat: what the backward pass finds: "none" everything, "block" the input of each block, "layer" the input of each layer (more bytes than
+        "block" in all, fewer at a time). The rest is computed again.
+      attention: how rows attend when they are trained on: "blocked" in XLA, on any platform; "splash" by the TPU kernel, which writes no scores to
+        memory and needs bfloat16 and rows of a multiple of 128 tokens.
+      piece_length: tokens of a row that the MLP and the core of the linear attention handle at a time, to compute them again in the backward
+        pass; rows must be a multiple of it, and it of chunk_size. 0: the whole row.
       scan_layers: stack the parameters of equal layers and scan over the blocks, so that many layers compile like one block. Without it
         each layer owns its arrays, which saves a copy of every weight per call: worth it for small models and for decoding.
     """
@@ -74,6 +80,8 @@ class ModelConfig:
     param_dtype: str = "float32"
     chunk_size: int = 32
     remat: str = "none"
+    attention: str = "blocked"
+    piece_length: int = 0
     scan_layers: bool = False
 
     def __post_init__(self):
@@ -81,8 +89,9 @@ class ModelConfig:
             value = getattr(self, field.name)
             if field.type is not int:
                 continue
+            least = 0 if field.name == "piece_length" else 1
             whole = isinstance(value, int) and not isinstance(value, bool)
-            _check(whole and value >= 1, f"model {field.name} is {value!r}: give a whole number >= 1")
+            _check(whole and value >= least, f"model {field.name} is {value!r}: give a whole number >= {least}")
         for part, whole in (
             ("full_attention_interval", "num_layers"),
             ("num_kv_heads", "num_heads"),
@@ -98,8 +107,16 @@ class ModelConfig:
             self.chunk_size >= 8 and self.chunk_size & (self.chunk_size - 1) == 0, f"model chunk_size is {self.chunk_size}: give a power of two >= 8"
         )
         _check(self.rope_theta > 0 and self.rms_eps > 0, f"model rope_theta {self.rope_theta} and rms_eps {self.rms_eps} must be positive")
-        for name, allowed in (("dtype", _DTYPES), ("param_dtype", _DTYPES), ("remat", _REMAT)):
+        for name, allowed in (("dtype", _DTYPES), ("param_dtype", _DTYPES), ("remat", _REMAT), ("attention", _ATTENTION)):
             _check(getattr(self, name) in allowed, f"model {name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+        _check(
+            self.piece_length % self.chunk_size == 0,
+            f"model piece_length is {self.piece_length}: it must be a multiple of chunk_size, {self.chunk_size}",
+        )
+        _check(
+            self.attention == "blocked" or self.dtype == "bfloat16",
+            f"model attention is {self.attention!r} with dtype {self.dtype}: the kernel multiplies in bfloat16; take bfloat16, or blocked",
+        )
 
     # ---------------------------------------------------------------------------------------------------- derived sizes
 
@@ -207,3 +224,20 @@ def _interval(text: Mapping[str, Any]) -> int:
         expected = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(text["num_hidden_layers"])]
         _check(kinds == expected, f"config.json: layer_types does not repeat full_attention every {interval} layers over num_hidden_layers")
     return interval
+
+
+QWEN35_4B = ModelConfig(
+    vocab_size=248_320,
+    hidden_size=2560,
+    intermediate_size=9216,
+    num_layers=32,
+    full_attention_interval=4,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+)
+"""The published text model of 4,205,751,296 parameters."""

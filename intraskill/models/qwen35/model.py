@@ -4,6 +4,7 @@ Rows may hold several segments (episodes) one after the other. A token sees only
 state, so a packed row gives what its segments give alone.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from intraskill.models.qwen35.attention import MASKED, attend_cached, attend_pac
 from intraskill.models.qwen35.cache import Cache
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.gated_delta import causal_conv, chunked, conv_window, l2_norm, step
-from intraskill.models.qwen35.layers import mlp, precision, project, rms_norm, rotate, rotation
+from intraskill.models.qwen35.layers import cut_pieces, join_pieces, mlp, mlp_in_pieces, precision, project, rms_norm, rotate, rotation
 from intraskill.models.qwen35.params import Params, abstract_params, init_params, layer_params
 
 __all__ = ["LogProbs", "abstract_params", "extend", "forward", "init_params", "log_probs", "logits"]
@@ -57,13 +58,47 @@ def linear_out(config: ModelConfig, p: dict[str, Any], out: Float[Array, "B T H 
     return project("bthe,hed->btd", gated, p["out"])
 
 
+def _mixed(x: Float[Array, "B T H E"], conv: Array, segment_ids: Int[Array, "B T"]) -> Float[Array, "B T H E"]:
+    # Fused with the convolution's shifts, the silu runs unvectorised on CPU: 11 ms instead of 2.
+    return jax.nn.silu(lax.optimization_barrier(causal_conv(x, conv, segment_ids)))
+
+
+def _linear_core(
+    config: ModelConfig,
+    conv: Array,
+    raw: Float[Array, "B T H E"],
+    beta: Float[Array, "B T H G"],
+    g: Float[Array, "B T H G"],
+    segment_ids: Int[Array, "B T"],
+) -> Float[Array, "B T H G V"]:
+    """Convolution and delta rule; with config.piece_length one piece after the other, which hand on the state and the convolution's last inputs."""
+    if not 0 < config.piece_length < raw.shape[1]:
+        q, k, v = split_conv(config, _mixed(raw, conv, segment_ids))
+        return chunked(q, k, v, beta, g, segment_ids, None, config.chunk_size)[0]
+    batch, _, heads, channels = raw.shape
+    past = config.conv_kernel - 1
+
+    def one_piece(carried, piece):
+        state, window, window_segments, segment = carried
+        raw, beta, g, segments = piece
+        window, window_segments = jnp.concatenate([window, raw], axis=1), jnp.concatenate([window_segments, segments], axis=1)
+        q, k, v = split_conv(config, _mixed(window, conv, window_segments)[:, past:])
+        state = jnp.where((segments[:, 0] == segment)[:, None, None, None, None], state, 0)
+        out, state = chunked(q, k, v, beta, g, segments, state, config.chunk_size)
+        return (state, window[:, config.piece_length :], window_segments[:, config.piece_length :], segments[:, -1]), out.astype(raw.dtype)
+
+    nobody = jnp.full((batch, past + 1), -1, jnp.int32)
+    state = jnp.zeros((batch, heads, config.linear_key_head_dim, config.value_heads_per_key_head, config.linear_value_head_dim), jnp.float32)
+    start = (state, jnp.zeros((batch, past, heads, channels), raw.dtype), nobody[:, 1:], nobody[:, 0])
+    pieces = tuple(cut_pieces(config, x) for x in (raw, beta, g, segment_ids))
+    return join_pieces(lax.scan(jax.checkpoint(one_piece), start, pieces)[1])
+
+
 def _linear_attention(config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    mixed = causal_conv(project("btd,dhe->bthe", x, p["qkv"]), p["conv"], segment_ids)
-    mixed = jax.nn.silu(lax.optimization_barrier(mixed))  # fused with the shifts it runs unvectorised on CPU: 11 ms instead of 2
-    q, k, v = split_conv(config, mixed)
     beta, g = gates(p, x)
     real = (segment_ids > 0)[:, :, None, None]
-    out, _ = chunked(q, k, v, jnp.where(real, beta, 0), jnp.where(real, g, 0), segment_ids, None, config.chunk_size)
+    raw = project("btd,dhe->bthe", x, p["qkv"])
+    out = _linear_core(config, p["conv"], raw, jnp.where(real, beta, 0), jnp.where(real, g, 0), segment_ids)
     return linear_out(config, p, out, x)
 
 
@@ -83,6 +118,10 @@ def _full_attention(
     config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], cos: Array, sin: Array, segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     q, gate, k, v = attention_inputs(config, p, x, cos, sin)
+    if config.attention == "splash":
+        from intraskill.models.qwen35.splash import attend_splash  # most of a second to import, and only TPUs have a use for it
+
+        return attention_out(p, attend_splash(q, k, v, segment_ids), gate)
     return attention_out(p, attend_packed(q, k, v, segment_ids), gate)
 
 
@@ -93,18 +132,44 @@ def embed(params: Params, config: ModelConfig, tokens: Int[Array, "B T"]) -> Flo
     return params["embed"].astype(config.activation_dtype)[tokens]
 
 
-def _block(config: ModelConfig, layers: list[Params], x: Float[Array, "B T D"], cos: Array, sin: Array, segment_ids: Int[Array, "B T"]) -> Array:
-    """One repeating block: linear layers, then a full one."""
-    for p in layers:
-        h = rms_norm(x, p["attention_norm"], config.rms_eps)
-        if "full" in p:
-            with jax.named_scope("full_attention"):
-                x = x + _full_attention(config, p["full"], h, cos, sin, segment_ids)
-        else:
-            with jax.named_scope("linear_attention"):
-                x = x + _linear_attention(config, p["linear"], h, segment_ids)
-        with jax.named_scope("mlp"):
-            x = x + mlp(p["mlp"], rms_norm(x, p["mlp_norm"], config.rms_eps))
+def layer(
+    config: ModelConfig,
+    p: Params,
+    x: Float[Array, "B T D"],
+    cos: Array,
+    sin: Array,
+    segment_ids: Int[Array, "B T"],
+    total: Callable[[Array], Array] = lambda x: x,
+) -> Float[Array, "B T D"]:
+    """One layer. `total` adds up what devices that hold different heads and MLP columns contribute to the residual."""
+    h = rms_norm(x, p["attention_norm"], config.rms_eps)
+    if "full" in p:
+        with jax.named_scope("full_attention"):
+            x = x + total(_full_attention(config, p["full"], h, cos, sin, segment_ids))
+    else:
+        with jax.named_scope("linear_attention"):
+            x = x + total(_linear_attention(config, p["linear"], h, segment_ids))
+    with jax.named_scope("mlp"):
+        return x + total(mlp_in_pieces(config, p["mlp"], rms_norm(x, p["mlp_norm"], config.rms_eps)))
+
+
+def through_layers(config: ModelConfig, layers: Params, x: Float[Array, "B T D"], layer: Callable[[Params, Array], Array]) -> Float[Array, "B T D"]:
+    """`layer(p, x)` for each layer in turn, under the configured remat and scan."""
+    one = jax.checkpoint(layer) if config.remat == "layer" else layer
+
+    def block(x, entries):
+        for p in entries:
+            x = one(p, x)
+        return x
+
+    if config.remat == "block":
+        block = jax.checkpoint(block)
+    period = config.full_attention_interval
+    entries = [layers[str(i)] for i in range(config.num_entries)]
+    if config.scan_layers:
+        return lax.scan(lambda x, entries: (block(x, entries), None), x, entries)[0]
+    for start in range(0, config.num_layers, period):
+        x = block(x, entries[start : start + period])
     return x
 
 
@@ -121,20 +186,7 @@ def forward(
       segment_ids: 1, 2, ... for the segments of a row, contiguous; 0 for padding, only at the row's end.
     """
     cos, sin = rotation(config, positions)
-    x = embed(params, config, tokens)
-
-    def block(x, layers):
-        return _block(config, layers, x, cos, sin, segment_ids)
-
-    if config.remat == "block":
-        block = jax.checkpoint(block)
-    period = config.full_attention_interval
-    entries = [params["layers"][str(i)] for i in range(config.num_entries)]
-    if config.scan_layers:
-        x, _ = lax.scan(lambda x, layers: (block(x, layers), None), x, entries)
-    else:
-        for start in range(0, config.num_layers, period):
-            x = block(x, entries[start : start + period])
+    x = through_layers(config, params["layers"], embed(params, config, tokens), lambda p, x: layer(config, p, x, cos, sin, segment_ids))
     return rms_norm(x, params["final_norm"], config.rms_eps)
 
 

@@ -1,0 +1,110 @@
+"""Operations and bytes of Qwen3.5 by formula, written without looking at the program: the check on `work`, and the whole plan where none is compiled.
+
+T tokens in a row of one episode, M of them trained on; all figures are for one row.
+"""
+
+from intraskill.models.qwen35 import splash
+from intraskill.models.qwen35.config import ModelConfig
+
+
+def num_layers(config: ModelConfig) -> tuple[int, int]:
+    """Linear and full attention layers."""
+    full = config.num_layers // config.full_attention_interval
+    return config.num_layers - full, full
+
+
+def matrices(config: ModelConfig) -> dict[str, int]:
+    """Entries of the matrices that a token is multiplied with: of the projections of one layer of either kind, its MLP, and the vocabulary."""
+    d = config.hidden_size
+    keys, values = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_value_heads * config.linear_value_head_dim
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "linear": d * (2 * keys + 3 * values + 2 * config.linear_num_value_heads),  # q, k; v, z, out; beta, decay
+        "full": d * (3 * heads + 2 * kv_heads),  # q, gate, out; k, v
+        "mlp": 3 * d * config.intermediate_size,
+        "vocabulary": d * config.vocab_size,
+    }
+
+
+def model_flops(config: ModelConfig, length: int, trained: int, *, backward: bool = True) -> float:
+    """What the model asks for: each product once forward and twice backward, causal pairs only, the delta rule token by token."""
+    linear, full = num_layers(config)
+    sizes = matrices(config)
+    products = linear * sizes["linear"] + full * sizes["full"] + config.num_layers * sizes["mlp"]
+    pairs = length * (length + 1) / 2
+    attention = full * 4 * config.num_heads * config.head_dim * pairs
+    state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    rule = linear * 6 * state * length  # read, write, read out
+    forward = 2 * products * length + attention + rule + 2 * sizes["vocabulary"] * trained
+    return forward * (3 if backward else 1)
+
+
+def delta_flops(config: ModelConfig, length: int) -> float:
+    """Forward products of one layer's delta rule in chunks of C tokens: pairs, inverse, what is read from and written to the state."""
+    c, heads, group = config.chunk_size, config.linear_num_key_heads, config.value_heads_per_key_head
+    k, v = config.linear_key_head_dim, config.linear_value_head_dim
+    doublings = (c // 8).bit_length() - 1
+    inverse = 2 * c**3 * (4 + 2 * doublings)
+    chunk = 2 * heads * (2 * c * c * k + 2 * c * k * group * v + 2 * group * c * c * v + c * k * group * v) + heads * group * inverse
+    return chunk * -(-length // c)
+
+
+def executed_flops(config: ModelConfig, length: int, trained: int, *, backward: bool = True) -> float:
+    """What the step does: forward, what remat does again, and backward."""
+    linear, full = num_layers(config)
+    sizes = matrices(config)
+    projections = 2 * length * (linear * sizes["linear"] + full * sizes["full"])
+    mlp = 2 * length * config.num_layers * sizes["mlp"]
+    delta = linear * delta_flops(config, length)
+    vocabulary = 2 * trained * sizes["vocabulary"]
+    splashed = config.attention == "splash"
+    pairs = splash.tiles_computed(length) * splash.tile(length) ** 2 if splashed else _blocked_pairs(length)
+    product = full * 2 * config.num_heads * config.head_dim * pairs  # one of the two of attention
+    if not backward:
+        return projections + mlp + delta + 2 * product + vocabulary
+    again = config.remat != "none"
+    pieces = 0 < config.piece_length < length
+    # The MLP comes last: of what is done again its second product is not needed. Done again, each half of the residual needs the half before.
+    mlp_again = 2 / 3 if pieces or config.remat == "layer" else (1.0 if again else 0.0)
+    return (
+        projections * (3 + again)
+        + mlp * (3 + mlp_again)
+        + delta * (3 + again + pieces)
+        + product * (2 + 2 * again + (7 if splashed else 4))  # the kernel's two backward parts: scores twice, their gradient twice
+        + vocabulary * 4
+    )
+
+
+def _blocked_pairs(length: int) -> float:
+    """Query blocks against all keys up to their own end (`attention.attend_packed`)."""
+    block = max(128, -(-length // 16))
+    return sum((min(start + block, length) - start) * min(start + block, length) for start in range(0, length, block))
+
+
+def stream_bytes(config: ModelConfig, length: int) -> float:
+    """Operands and results of the projections' and the MLP's products in a gradient step, forward, done again, and twice backward."""
+    linear, full = num_layers(config)
+    sizes, d = matrices(config), config.hidden_size
+    weights = linear * sizes["linear"] + full * sizes["full"] + config.num_layers * sizes["mlp"]
+    # A product of D x N has T x (D + N) entries beside its matrix.
+    wide = (weights / d) + 5 * d * config.num_layers
+    return 4 * config.activation_dtype.itemsize * (weights + length * wide)
+
+
+def activation_bytes(config: ModelConfig, length: int, trained: int) -> float:
+    """What the backward pass keeps and what its widest layer needs, roughly: good for the order of magnitude."""
+    item = config.activation_dtype.itemsize
+    d, stream = config.hidden_size, length * config.hidden_size * item
+    kept = {"layer": config.num_layers, "block": config.num_layers // config.full_attention_interval, "none": 0}[config.remat] * stream
+    piece = min(config.piece_length or length, length)
+    mlp = piece * config.intermediate_size * item * 5 + 3 * d * config.intermediate_size * (item + 4)
+    channels = config.linear_num_key_heads * config.conv_channels_per_head
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    linear = length * (2 * channels + 6 * values) * item + piece * 4 * (6 * channels + 10 * config.linear_num_value_heads * config.chunk_size)
+    heads = config.num_heads * config.head_dim
+    scores = 0 if config.attention == "splash" else config.num_heads * _blocked_pairs(length) * (4 + item)
+    full = length * 8 * heads * item + scores
+    widest = {"layer": max(mlp, linear, full), "block": mlp + full + (config.full_attention_interval - 1) * (mlp + linear)}
+    layers = num_layers(config)
+    working = widest.get(config.remat, layers[0] * linear + layers[1] * full + config.num_layers * mlp)
+    return kept + working + 4 * stream + 3 * 4 * max(1 << 26, trained * d)
