@@ -111,7 +111,7 @@ def _chunks(path: Path) -> Iterator[str]:
             file: Any = gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
             while data := _read(file):
                 yield decoder.decode(data)
-    except OSError as e:
+    except (OSError, zlib.error) as e:  # damage inside compressed data, or a wrong checksum, is an OSError or a zlib.error
         raise InvalidSource(f"{path}: unreadable ({e}); give files of JSON text, plain or compressed by gzip") from None
     yield decoder.decode(b"", final=True)
 
@@ -119,5 +119,5 @@ def _chunks(path: Path) -> Iterator[str]:
 def _read(file: Any) -> bytes:
     try:
         return file.read1(_CHUNK)
-    except (EOFError, zlib.error, gzip.BadGzipFile):
+    except EOFError:
         return b""
