@@ -11,14 +11,13 @@ Same config, same bytes on every machine: every draw comes from `random.Random(s
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from shop_env.bilingual_words import LANGUAGES, Domain, Language
 from shop_env.budget import ABOUT
 from shop_env.catalog import Catalog, Product
 from shop_env.errors import InvalidSetting
-from shop_env.pricing import variant_price
 from shop_env.tasks import Goal, Task, World, split_tasks
 
 NUM_PRODUCTS = 22_726
@@ -34,7 +33,7 @@ class Config:
     Attributes:
       language: a key of `LANGUAGES`.
       seed: everything follows from it.
-      num_products: catalogue size; tasks take about nine tenths of a product each, near misses and others fill up the rest.
+      num_products: catalogue size. A product is wanted by one task, a tenth of them by two or more; near misses and others fill up the rest.
       split_sizes: tasks in each split.
     """
 
@@ -298,10 +297,11 @@ class _Generator:
         }
 
     def _task(self, number: int, product: Product, wish: _Wish, user: Mapping[str, Any]) -> Task:
+        options = {**wish.liked_option, **wish.stated_option}
         goal = Goal(
             product_id=product.id,
             attributes=(*wish.stated.values(), *wish.liked.values()),
-            options={axis: ({**wish.liked_option, **wish.stated_option})[axis] for axis in product.options if axis in {**wish.liked_option, **wish.stated_option}},
+            options={axis: options[axis] for axis in product.options if axis in options},
             price_ceiling=wish.ceiling,
         )
         kind = product.category[1]

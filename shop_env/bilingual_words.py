@@ -7,7 +7,7 @@ checks it with the reward's own rule), so that what a text says can be told with
 import dataclasses
 from collections.abc import Mapping
 
-COLOURS = "black=黑色, white=白色, red=红色, blue=蓝色, green=绿色, grey=灰色, pink=粉色, beige=米色"
+_COLOURS = "black=黑色, white=白色, red=红色, blue=蓝色, green=绿色, grey=灰色, pink=粉色, beige=米色"
 _WEAR_STYLE = "casual=休闲, business=商务, vintage=复古, sporty=运动风, minimalist=极简, bohemian=波西米亚"
 _HOME_STYLE = "nordic=北欧风, vintage=复古, minimalist=极简, pastoral=田园, luxurious=轻奢, japanese=日式"
 _PATTERN = "striped=条纹, floral=碎花, plaid=格纹, dotted=波点, camouflage=迷彩, embroidered=刺绣"
@@ -70,7 +70,7 @@ _DOMAINS: dict[str, tuple[str, tuple[int, int], str, str, dict[str, str]]] = {
         {
             "material=材质": "stainless steel=不锈钢, ceramic=陶瓷, glass=玻璃, cast iron=铸铁, titanium=纯钛, bamboo=竹制",
             "style=风格": _HOME_STYLE,
-            "function=功能": "heat-retaining=长效保温, leakproof=防漏, dishwasher-safe=可机洗, stackable=可叠放, induction-ready=电磁炉适用, graduated=带刻度",
+            "function=功能": "heat-retaining=保温, leakproof=防漏, machine-safe=可机洗, stackable=可叠放, induction-ready=电磁炉用, graded=带刻度",
             "finish=表面": "matte=哑光, polished=抛光, hammered=锤纹, brushed=拉丝, enamelled=珐琅, marbled=石纹",
         },
     ),
@@ -82,7 +82,7 @@ _DOMAINS: dict[str, tuple[str, tuple[int, int], str, str, dict[str, str]]] = {
         {
             "connection=连接方式": "bluetooth=蓝牙, wired=有线, dual-mode=双模, infrared=红外, magnetic=磁吸, optical=光纤",
             "style=风格": "gaming=电竞, office=办公, retro=复古, minimalist=极简, childlike=童趣, portable=便携",
-            "function=功能": "noise-cancelling=降噪, fast-charging=快充, backlit=背光, splash-proof=防泼溅, voice-controlled=语音控制, long-lasting=长续航",
+            "function=功能": "noise-free=降噪, fast-charging=快充, backlit=背光, splash-proof=防泼溅, voice-operated=声控, long-lasting=长续航",
             "material=材质": "aluminium=铝合金, plastic=塑料, wooden=木质, carbon fibre=碳纤维, silicone=硅胶, fabric=织物",
         },
     ),
@@ -231,7 +231,7 @@ def _language(code: str) -> Language:
     words = {
         name: _side(pairs, code)
         for name, pairs in (
-            ("colours", COLOURS),
+            ("colours", _COLOURS),
             ("brands", _BRANDS),
             ("extras", _EXTRAS),
             ("cities", _CITIES),

@@ -1,5 +1,6 @@
 """What the two formats share: a product from a row's fields, and a task from an instruction record."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -9,16 +10,18 @@ from shop_env.budget import stated_budget
 from shop_env.catalog import Product
 from shop_env.errors import InvalidProduct
 from shop_env.importers.fields import goal_options, plain, prices_of, text_of, texts_of
+from shop_env.importers.json_stream import Unreadable
 from shop_env.importers.report import Report, Where
 from shop_env.tasks import Goal, Task
 
 
 def product_id(report: Report, where: Where, row: Any, known: Mapping[str, Product], longest: int) -> str | None:
     """The id of a product row that may be built, or None after noting why not."""
+    if isinstance(row, Unreadable):
+        report.reject(where, "row", row.text, "not JSON", row.problem)
+        return None
     if not isinstance(row, Mapping):
-        problem = getattr(row, "problem", None)
-        name = getattr(row, "text", "")
-        report.reject(where, "row", name, "not JSON" if problem else "not an object", problem or f"{row!r:.80}")
+        report.reject(where, "row", "", "not an object", f"{row!r:.80}")
         return None
     name = text_of(row.get("asin"))
     if not name:
@@ -49,43 +52,54 @@ def build_product(report: Report, where: Where, fields: Mapping[str, Any]) -> Pr
         return None
 
 
-def build_task(report: Report, where: Where, prefix: str, index: int, record: Any, product: Product, persona: Any, names: Sequence[str]) -> Task | None:
-    """The task of one instruction record, or None after noting why not.
+@dataclasses.dataclass(frozen=True)
+class TaskFormat:
+    """How a data set names what a task consists of.
 
-    Args:
-      report: takes the notes.
-      where: the place of the record's row.
-      prefix: of the task's id; 24 hexadecimal digits of a sha256 of product, index and instruction follow.
-      index: of the record among its product's.
-      record: the record.
-      product: its product.
-      persona: as the source has it.
-      names: the record's keys of the target attributes and of the target options.
+    Attributes:
+      prefix: of task ids; 24 hexadecimal digits of a sha256 of product, index and instruction follow.
+      attributes: an instruction record's key of the target attributes.
+      options: its key of the target options.
     """
+
+    prefix: str
+    attributes: str
+    options: str
+
+
+def build_tasks(report: Report, where: Where, form: TaskFormat, records: Sequence[Any], product: Product, persona: Any = None) -> list[Task]:
+    """The tasks of a product's instruction records; those that make none are noted. `persona` is as the source has it."""
+    if persona is not None and not isinstance(persona, Mapping):
+        report.repaired["persona that is no object ignored"] += 1
+        persona = None
+    public = plain(persona or {}) or {}
+    built = (_build_task(report, where, form, i, record, product, public) for i, record in enumerate(records))
+    return [task for task in built if task is not None]
+
+
+def _build_task(report: Report, where: Where, form: TaskFormat, index: int, record: Any, product: Product, persona: dict[str, Any]) -> Task | None:
+    def note(what: str) -> None:
+        report.repaired[what] += 1
+
     name = f"{product.id}#{index}"
     if not isinstance(record, Mapping):
         report.reject(where, "task", name, "not an object", f"{record!r:.80}")
         return None
     full = text_of(record.get("instruction"))
-    note = report.repaired.update
-    attributes = texts_of(record.get(names[0]), lambda what: note([what]), "target attribute")
+    attributes = texts_of(record.get(form.attributes), note, "target attribute")
     if not full or not attributes:
         report.reject(where, "task", name, "no target attributes" if full else "no instruction", full)
         return None
-    if persona is not None and not isinstance(persona, Mapping):
-        note(["persona that is no object ignored"])
-        persona = None
-    public = plain(persona or {}) or {}
     simple = text_of(record.get("instruction_simple")) or full
     goal = Goal(
         product_id=product.id,
         attributes=attributes,
-        options=goal_options(record.get(names[1]), product.options, lambda what: note([what])),
+        options=goal_options(record.get(form.options), product.options, note),
         price_ceiling=_ceiling(record.get("price_upper"), simple, full),
     )
     uid = json.dumps([product.id, index, str(record["instruction"])], ensure_ascii=False, separators=(",", ":"))
     digest = hashlib.sha256(uid.encode("utf-8", "surrogatepass")).hexdigest()
-    return Task(f"{prefix}-{digest[:24]}", simple, full, public, goal, _user_id(public))
+    return Task(f"{form.prefix}-{digest[:24]}", simple, full, persona, goal, _user_id(persona))
 
 
 def _ceiling(given: Any, simple: str, full: str) -> float | None:

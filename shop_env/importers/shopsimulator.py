@@ -8,10 +8,11 @@ from shop_env.catalog import Product
 from shop_env.importers.fields import list_price, options_of, text_of, texts_of
 from shop_env.importers.json_stream import array_elements
 from shop_env.importers.report import Report, Where
-from shop_env.importers.rows import build_product, build_task, product_id
+from shop_env.importers.rows import TaskFormat, build_product, build_tasks, product_id
 from shop_env.tasks import Task
 
 _LONGEST_ID = 20
+_FORMAT = TaskFormat(prefix="shopsim", attributes="attributes", options="instruction_options")
 
 
 def read(paths: Sequence[Path], report: Report) -> tuple[dict[str, Product], list[Task]]:
@@ -52,10 +53,6 @@ def _tasks(report: Report, where: Where, row: dict[str, Any], product: Product) 
     if records is not None and not isinstance(records, list):
         report.reject(where, "task", product.id, "instructions are no list", f"{records!r:.80}")
         return []
-    built = [
-        build_task(report, where, "shopsim", i, record, product, row.get("user_persona"), ("attributes", "instruction_options"))
-        for i, record in enumerate(records or [])
-    ]
-    if built and row.get("user_persona") is None:
+    if records and row.get("user_persona") is None:
         report.repaired["no persona"] += 1
-    return [task for task in built if task is not None]
+    return build_tasks(report, where, _FORMAT, records or [], product, row.get("user_persona"))

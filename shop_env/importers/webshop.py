@@ -11,12 +11,13 @@ from typing import Any
 from shop_env.catalog import Product
 from shop_env.errors import InvalidSource
 from shop_env.importers.fields import list_price, options_of, text_of, texts_of
-from shop_env.importers.json_stream import array_elements, first_character, object_items
+from shop_env.importers.json_stream import Unreadable, array_elements, first_character, object_items
 from shop_env.importers.report import Report, Where
-from shop_env.importers.rows import build_product, build_task, product_id
+from shop_env.importers.rows import TaskFormat, build_product, build_tasks, product_id
 from shop_env.tasks import Task
 
 _LONGEST_ID = 10
+_FORMAT = TaskFormat(prefix="webshop", attributes="instruction_attributes", options="instruction_options")
 
 
 def read(paths: Sequence[Path], report: Report) -> tuple[dict[str, Product], list[Task]]:
@@ -51,8 +52,8 @@ def _read_entries(path: Path, report: Report, attributes: dict[str, Any], instru
             instructions.append((where, text_of(name), entry))
         elif isinstance(entry, dict) and "attributes" in entry:
             attributes.setdefault(text_of(name), entry["attributes"])
-        elif problem := getattr(entry, "problem", None):
-            report.reject(where, "row", entry.text, "not JSON", problem)
+        elif isinstance(entry, Unreadable):
+            report.reject(where, "row", entry.text, "not JSON", entry.problem)
         else:
             report.reject(where, "row", name, "neither attributes nor instructions", f"{entry!r:.80}")
 
@@ -82,6 +83,4 @@ def _tasks(report: Report, where: Where, name: str, records: list[Any], products
     if product is None:
         report.reject(where, "task", name, "its product is not in the catalogue", f"{len(records)} instructions")
         return []
-    keys = ("instruction_attributes", "instruction_options")
-    built = [build_task(report, where, "webshop", i, record, product, None, keys) for i, record in enumerate(records)]
-    return [task for task in built if task is not None]
+    return build_tasks(report, where, _FORMAT, records, product)
