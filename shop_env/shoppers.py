@@ -8,7 +8,7 @@ import dataclasses
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from shop_env.bilingual_words import Language
 from shop_env.budget import stated_budget
@@ -22,6 +22,7 @@ Action = tuple[str, dict[str, str]]
 """A tool and its arguments."""
 
 
+@runtime_checkable
 class Shopper(Protocol):
     """Chooses the next action from a page's public state."""
 
