@@ -249,3 +249,25 @@ def test_no_row_stops_an_import(tmp_path_factory, products, instructions):
         assert [Task.from_json(json.loads(line)) for line in stored.splitlines()] == list(world.tasks.values())
         assert len(imported.report.to_bytes().splitlines()) == len(imported.report.rejected)
         assert imported.facts["products"] + sum(r["kind"] != "task" for r in imported.report.rejected) >= len(products)
+
+
+def test_rarer_faults(tmp_path):
+    """Each has its reason: an id that the catalogue refuses, instructions that are no list, a persona that is no object, blank goal options."""
+    task = {"instruction": "a soft mug", "attributes": ["soft"], "instruction_options": ["", "red"]}
+    shop_rows = [
+        {"asin": "61 0", "title": "a mug", "pricing": [1]},
+        {"asin": "612", "title": "a mug", "pricing": [1], "instructions": "none"},
+        {"asin": "613", "title": "a mug", "pricing": [1], "instructions": [task], "user_persona": "a shopper"},
+        {"asin": "614", "title": "a mug", "pricing": [1], "instructions": [task], "user_persona": {"age": 31, "member": True, "x": " ", "y": [None]}},
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(shop_rows))
+    imported = import_files("shopsimulator", [tmp_path / "rows.json"], {}, 0)
+    assert imported.facts["rejected"] == {"product: breaks a rule of the catalogue": 1, "task: instructions are no list": 1}
+    assert imported.facts["repaired"]["persona that is no object ignored"] == 1 and imported.facts["repaired"]["blank goal option dropped"] == 2
+    assert [task.persona for task in imported.world.tasks.values()] == [{}, {"age": 31, "member": True}]
+    assert [dict(task.goal.options) for task in imported.world.tasks.values()] == [{"option 1": "red"}] * 2
+
+    (tmp_path / "items.json").write_text('[{"asin": "B1", "name": "a mug", "pricing": "$1"}]')
+    (tmp_path / "broken.json").write_text('{"B1": [}, "B2": 3}')
+    imported = import_files("webshop", [tmp_path / "items.json", tmp_path / "broken.json"], {}, 0)
+    assert [r["reason"] for r in imported.report.rejected] == ["not JSON", "neither attributes nor instructions"]
