@@ -16,6 +16,7 @@ from typing import Any
 from shop_env import bilingual
 from shop_env.errors import InvalidSetting, ShopEnvError
 from shop_env.importers import run
+from shop_env.tasks import SPLIT_SIZES
 
 
 def _sizes(text: str) -> dict[str, int]:
@@ -41,8 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     maker.add_argument("--language", required=True, choices=sorted(bilingual.LANGUAGES))
     maker.add_argument("--num_products", type=int, default=bilingual.NUM_PRODUCTS)
     for command in (reader, maker):
-        default = ",".join(f"{name}={size}" for name, size in run.SPLIT_SIZES.items())
-        command.add_argument("--splits", type=_sizes, default=dict(run.SPLIT_SIZES), metavar="NAME=N,...", help=f"default {default}")
+        default = ",".join(f"{name}={size}" for name, size in SPLIT_SIZES.items())
+        command.add_argument("--splits", type=_sizes, default=dict(SPLIT_SIZES), metavar="NAME=N,...", help=f"default {default}")
         command.add_argument("--seed", type=int, default=0, help="of the splits, and of everything synthetic")
         command.add_argument("--out", required=True, type=Path, metavar="DIR", help="a directory that is new or empty")
     return parser

@@ -18,10 +18,9 @@ from shop_env.bilingual_words import LANGUAGES, Domain, Language
 from shop_env.budget import ABOUT
 from shop_env.catalog import Catalog, Product
 from shop_env.errors import InvalidSetting
-from shop_env.tasks import Goal, Task, World, split_tasks
+from shop_env.tasks import SPLIT_SIZES, Goal, Task, World, split_tasks
 
 NUM_PRODUCTS = 22_726
-SPLIT_SIZES = (("train", 3726), ("validation", 400), ("test", 400))
 _SURCHARGES = (1.0, 1.0, 1.12, 1.25, 1.4)
 _T = TypeVar("_T")
 
@@ -40,7 +39,7 @@ class Config:
     language: str = "en"
     seed: int = 0
     num_products: int = NUM_PRODUCTS
-    split_sizes: tuple[tuple[str, int], ...] = SPLIT_SIZES
+    split_sizes: tuple[tuple[str, int], ...] = tuple(SPLIT_SIZES.items())
 
     def __post_init__(self):
         if self.language not in LANGUAGES:

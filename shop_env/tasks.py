@@ -15,6 +15,7 @@ from shop_env.text import norm
 
 TASKS_FILE = "tasks.jsonl"
 SPLITS_FILE = "splits.json"
+SPLIT_SIZES = {"train": 3726, "validation": 400, "test": 400}  # of the public experiment
 MAX_HELD_OUT_COMPONENT = 20  # larger families of tasks only go to the largest split
 
 

@@ -16,7 +16,6 @@ from shop_env.storage import canonical_json
 from shop_env.tasks import Task, World, components, split_tasks
 
 READERS = {"shopsimulator": shopsimulator.read, "webshop": webshop.read}
-SPLIT_SIZES = {"train": 3726, "validation": 400, "test": 400}
 REJECTED_FILE = "rejected.jsonl"
 IMPORT_FILE = "import.json"
 
