@@ -22,6 +22,10 @@ class InvalidWorld(ShopEnvError):
     """A world directory that is missing, damaged or inconsistent."""
 
 
+class InvalidSource(ShopEnvError):
+    """A file of a public data set that cannot be read at all; single bad rows are reported instead."""
+
+
 class InvalidSetting(ShopEnvError):
     """A setting of the shop, its service or its client that lies outside its range."""
 

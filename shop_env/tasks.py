@@ -15,6 +15,7 @@ from shop_env.text import norm
 
 TASKS_FILE = "tasks.jsonl"
 SPLITS_FILE = "splits.json"
+SPLIT_SIZES = {"train": 3726, "validation": 400, "test": 400}  # of the public experiment
 MAX_HELD_OUT_COMPONENT = 20  # larger families of tasks only go to the largest split
 
 
@@ -177,11 +178,13 @@ class World:
         if len(set(listed)) < len(listed):
             raise InvalidWorld("a task is listed twice in the splits; each task belongs to at most one")
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path, extra: Mapping[str, bytes] | None = None) -> None:
+        """Writes the canonical files, and `extra` ones (name -> content) that the manifest vouches for as well."""
         files = {
             PRODUCTS_FILE: self.catalog.to_bytes(),
             TASKS_FILE: storage.json_lines(task.to_json() for task in self.tasks.values()),
             SPLITS_FILE: (json.dumps({name: list(ids) for name, ids in self.splits.items()}, ensure_ascii=False) + "\n").encode(),
+            **(extra or {}),
         }
         storage.write_directory(directory, "world", files, {"num_products": len(self.catalog), "num_tasks": len(self.tasks)})
 

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shop_env.errors import InvalidTask
@@ -30,6 +30,7 @@ def test_blank_fields_link_nothing():
 letters = st.sampled_from(["", "a", "b", "c", "d", "e"])
 
 
+@settings(deadline=None)
 @given(links=st.lists(st.tuples(letters, letters, letters, letters), min_size=1, max_size=40), seed=st.integers(0, 99), data=st.data())
 def test_splits_have_the_asked_sizes_and_never_share_a_link(links, seed, data):
     tasks = [task(i, *link) for i, link in enumerate(links)]
@@ -76,3 +77,19 @@ def test_bad_tasks_and_goals_are_refused():
         Goal("p", (), {}, float("nan"))
     with pytest.raises(InvalidTask, match="malformed"):
         Task.from_json({"id": "t"})
+
+
+def test_test_is_filled_first_then_validation_then_train():
+    tasks = [task(i) for i in range(60)]
+    full = split_tasks(tasks, {"train": 40, "validation": 10, "test": 10}, 3)
+    assert full["test"] == split_tasks(tasks, {"test": 10}, 3)["test"]
+    assert full["validation"] == split_tasks(tasks, {"validation": 10, "test": 10}, 3)["validation"]
+
+
+def test_sizes_are_met_exactly_by_families_of_many_sizes():
+    """Families of 7, 5 and 3: 8 is only 5 + 3, and 400 and 400 need a search, not a greedy fill."""
+    few = [task(i, user="a") for i in range(7)] + [task(10 + i, user="b") for i in range(5)] + [task(20 + i, user="c") for i in range(3)]
+    splits = split_tasks(few, {"train": 7, "test": 8}, 0)
+    assert {i[:4] for i in splits["train"]} == {"t000"} and len(splits["test"]) == 8
+    many = [task(i, user=f"u{i // 7}") for i in range(4200)] + [task(5000 + i, user=f"v{i // 3}") for i in range(2400)]
+    assert [len(ids) for ids in split_tasks(many, {"train": 3726, "validation": 400, "test": 400}, 0).values()] == [3726, 400, 400]
