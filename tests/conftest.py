@@ -7,6 +7,7 @@ import it stay fast. Subprocesses that tests start inherit them.
 import os
 import pathlib
 
+import hypothesis
 import jaxtyping
 import pytest
 
@@ -20,6 +21,12 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # Compiled programs outlive the test run: most of the suite's time would otherwise go into compiling the same small models again.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+# How long an example takes depends on what else the machine does. CI draws the same examples each time; elsewhere each run draws new ones.
+hypothesis.settings.register_profile(
+    "intraskill", deadline=None, derandomize=bool(os.environ.get("CI")), suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("intraskill")
 
 jaxtyping.install_import_hook(["intraskill", "shop_env"], "type_checker.check")
 

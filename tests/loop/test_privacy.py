@@ -105,7 +105,7 @@ async def play(url: str, chat: Chat, engine: ScriptedEngine):
         return await collect_groups(rollout, assigned, lambda _: None)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.integers(0, 10_000))
 def test_no_private_field_of_any_task_reaches_a_prompt(chat_of_module, seed):
     chat = chat_of_module

@@ -5,7 +5,7 @@ import shutil
 import string
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -85,7 +85,7 @@ _persona = st.dictionaries(st.sampled_from(["age", "likes brand", "likes colour"
 _chunks = st.lists(st.sampled_from([c for m in mechanisms().values() for c in (*m.paraphrases, *m.held_out)]), unique_by=lambda c: c.logical_id)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(_line, _persona, _chunks, _observation, _turns)
 def test_a_conversation_built_turn_by_turn_is_the_template_s_rendering_of_the_whole(instruction, persona, chunks, observation, turns):
     for chat in _chats():
@@ -264,7 +264,7 @@ _markup = st.sampled_from([*STOP_TOKENS, *NEEDED_TOKENS, *pocket_tokenizer.SPANS
 _attack = st.lists(st.one_of(_markup, _line), min_size=1, max_size=6).map("".join)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(_attack, _attack, _attack, _attack)
 def test_no_outside_text_yields_a_chat_token(instruction, value, procedure, observation):
     """The chat tokens of a prompt are those of a harmless prompt, in number and order."""
@@ -302,7 +302,7 @@ def test_banned_ids_are_the_unowned_the_unknown_and_what_opens_turns_and_results
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(_turns)
 def test_nothing_that_a_turn_is_made_of_is_banned(turns):
     for chat in _chats():

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rollout.fakes import TASK
 from rollout.groups import group
@@ -49,7 +49,6 @@ def build(episode) -> Trajectory:
     return Trajectory(tokens, mask, logprobs, built, episode["status"], reward, reward == 1, episode["detail"], episode["error"])
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # the first text drawn loads the Unicode tables
 @given(st.lists(episodes, max_size=3))
 def test_round_trip_through_text(drawn):
     before = Group(17, TASK, Mask(MaskKind.ASSISTED, ("a@1", "b@2")), tuple(build(e) for e in drawn))

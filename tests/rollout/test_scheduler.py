@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from intraskill.rollout.scheduler import CopyCall, DecodeCall, PrefillCall, Request, Scheduler, Shapes, noise_key
@@ -101,7 +101,6 @@ def play_alone(prompts, results):
     return alone
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), num_sessions=st.integers(1, 7))
 def test_a_crowd_changes_nothing(seed: int, num_sessions: int):
     rng = random.Random(seed)

@@ -1,7 +1,7 @@
 """What each phrase allows to spend follows from the rules in docs/shop.md: bound = itself, about = x 1.10, range = upper end, else none."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shop_env.budget import stated_budget
@@ -92,14 +92,12 @@ def test_what_a_phrase_allows(text, ceiling):
     assert stated_budget(text) == ceiling
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="预算价格元块以内左右不超过到-~一二十百千万零0123456789.$kunder about per和/米 ", max_size=30))
 def test_any_text_gives_a_finite_price_or_none(text):
     ceiling = stated_budget(text)
     assert ceiling is None or 0 < ceiling < float("inf")
 
 
-@settings(deadline=None)
 @given(st.integers(1, 99_999))
 def test_chinese_numerals_read_back(number):
     """Written out by the grammar of Chinese numerals, independently of the parser."""

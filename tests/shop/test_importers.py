@@ -230,7 +230,7 @@ rows = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(products=st.lists(rows | anything, max_size=4), instructions=st.dictionaries(st.sampled_from(["B0", "B1", "9"]), records | anything))
 def test_no_row_stops_an_import(tmp_path_factory, products, instructions):
     folder = tmp_path_factory.getbasetemp()

@@ -4,7 +4,7 @@ import tracemalloc
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shop_env.errors import InvalidSource
@@ -81,7 +81,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(json_values, max_size=5), st.integers(1, 40), st.sampled_from([None, 1]))
 def test_whatever_json_writes_reads_back(tmp_path_factory, values, chunk, indent):
     path = tmp_path_factory.getbasetemp() / "round_trip.json"

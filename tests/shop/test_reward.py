@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shop_env.catalog import Product
@@ -260,7 +260,6 @@ def build_product(product_id, title, category, attributes, options, price, bulle
         return Product("x", "t", "", (), (), {}, None)
 
 
-@settings(deadline=None)
 @given(product_fields, st.dictionaries(texts, texts, max_size=2), st.none() | st.floats(), goal_fields, product_fields)
 def test_the_reward_is_total_and_bounded(bought, chosen, price, goal, gold):
     product, goal_product = build_product(*bought), build_product(*gold)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shop_env.errors import InvalidTask
@@ -30,7 +30,6 @@ def test_blank_fields_link_nothing():
 letters = st.sampled_from(["", "a", "b", "c", "d", "e"])
 
 
-@settings(deadline=None)
 @given(links=st.lists(st.tuples(letters, letters, letters, letters), min_size=1, max_size=40), seed=st.integers(0, 99), data=st.data())
 def test_splits_have_the_asked_sizes_and_never_share_a_link(links, seed, data):
     tasks = [task(i, *link) for i, link in enumerate(links)]

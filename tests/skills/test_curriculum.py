@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from intraskill.skills import curriculum
@@ -44,7 +44,6 @@ def test_bad_parameters_are_input_errors(bad):
         build(**bad)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-1, 1), min_size=4, max_size=4))
 def test_rho_is_monotone_and_bounded(values):
     built = build(dict(zip(BANK.ids, values, strict=True)))

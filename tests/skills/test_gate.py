@@ -277,7 +277,6 @@ def test_top_k_never_pads():
     assert not [v for v in verdicts({i: -0.1 for i in EFFECTS}).values() if v[0] == "selected"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([-0.2, -0.1, 0.0, 0.1, 0.2, 0.3]), min_size=6, max_size=6), st.integers(0, 10))
 def test_decision_properties(values, max_active):
     coefficients = dict(zip((c.id for c in assignment.columns(POOL)), values, strict=True))
@@ -370,7 +369,7 @@ def test_each_component_has_its_own_fit_and_a_run_file_refits(tmp_path):
     assert main(["rehash", str(path)]) == 0 and main(["refit", str(path)]) == 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000))
 def test_a_gate_is_deterministic_and_indifferent_to_order(seed):
     drawn = plan(25, seed=seed)
