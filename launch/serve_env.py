@@ -10,6 +10,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
         raise InvalidSetting(f"unexpected argument {argv[1]!r}; every setting is a --flag")
     if _CATALOGUE.value is None:
         raise InvalidSetting("--catalogue is missing: give the directory of a world")
-    settings = {"privileged_key": _read_key(_KEY_FILE.value), "lease_seconds": _LEASE.value, "capacity": _CAPACITY.value}
+    settings: dict[str, Any] = {"privileged_key": _read_key(_KEY_FILE.value), "lease_seconds": _LEASE.value, "capacity": _CAPACITY.value}
     world = World.load(_CATALOGUE.value)
     index = Index(world.catalog, Path(_CACHE.value).expanduser() if _CACHE.value else None)
     shop = Shop(world, _PAGE_SIZE.value, _MAX_ACTIONS.value, _SHOW_IDS.value, index)

@@ -49,7 +49,7 @@ def field_tokens(product: Product) -> Iterator[tuple[float, list[str]]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Postings:
-    """The index as arrays: term t of `vocabulary` occurs in products rows[starts[t]:starts[t + 1]], ascending, each adding its impact to the score."""
+    """The index as arrays: term t of `vocabulary` occurs in the products rows[starts[t]:starts[t + 1]], ascending, each with its impact."""
 
     vocabulary: list[str]
     starts: np.ndarray  # [terms + 1] int64

@@ -158,7 +158,9 @@ class Service:
 
     async def _open_elsewhere(self, request: web.Request) -> web.Response | None:
         """The answer of the first other worker that has room."""
-        for number in self.peers.others if self.peers and FORWARDED not in request.headers else ():
+        if self.peers is None or FORWARDED in request.headers:
+            return None
+        for number in self.peers.others:
             with contextlib.suppress(Refusal):  # a worker that does not answer has no room
                 answer = await self.peers.pass_on(number, request)
                 if answer.status != 503:
@@ -351,9 +353,10 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
 async def start(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Binds and serves; returns the runner (to be cleaned up) and the port that was bound. A worker shares the port and listens on its socket, too."""
+    """Binds and serves; returns the runner (to be cleaned up) and the port. A worker shares the port, and listens on its unix socket, too."""
     peers = app[SERVICE].peers
-    runner = web.AppRunner(app, access_log=None)
+    # An agent may think for long between two steps, and a new connection might reach another worker.
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=3600.0)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port, reuse_port=bool(peers)).start()

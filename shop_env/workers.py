@@ -39,7 +39,7 @@ class WorkersFailed(ShopEnvError):
 async def serve_until_stopped(
     shop: Shop, host: str, port: int, started: Callable[[int], None], *, parent: int | None = None, peers: Peers | None = None, **settings: Any
 ) -> None:
-    """Serves in this process until SIGINT, SIGTERM, or the end of the parent.
+    """Serves in this process until SIGINT or SIGTERM; with a parent, until SIGTERM or the parent's end.
 
     Args:
       shop: what is served.
@@ -51,9 +51,10 @@ async def serve_until_stopped(
       **settings: those of `shop_env.server.Service`.
     """
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    if parent is not None:
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if parent is None:
+        loop.add_signal_handler(signal.SIGINT, stop.set)
+    else:
         loop.add_reader(parent, stop.set)
     runner, bound = await start(make_app(shop, peers=peers, **settings), host, port)
     started(bound)
@@ -97,12 +98,10 @@ class Workers:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop_write.send_bytes(b"stop"))
         try:
-            ready = [self._start(number) for number in range(self._num)]
-            for connection in ready:
-                if stop_read in (woken := wait([connection, stop_read])):
+            for connection in [self._start(number) for number in range(self._num)]:
+                if stop_read in wait([connection, stop_read]):
                     return
-                if woken:
-                    self._wait_for(connection)
+                self._wait_for(connection)
             started(self.port)
             self._watch(stop_read)
         finally:
@@ -119,7 +118,8 @@ class Workers:
     @staticmethod
     def _wait_for(ready: Connection) -> None:
         try:
-            problem = ready.recv()
+            with ready:
+                problem = ready.recv()
         except EOFError:
             problem = "it died while starting"
         if problem:
@@ -127,8 +127,8 @@ class Workers:
 
     def _work(self, number: int, ready: Connection) -> None:
         """A worker's whole life."""
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
         os.close(self._life[1])
         socket_path = self._sockets[number]
         socket_path.unlink(missing_ok=True)  # of a predecessor that died
@@ -147,7 +147,7 @@ class Workers:
         while True:
             sentinels = {process.sentinel: number for number, (process, _) in self._running.items()}
             woken = wait([stop, *sentinels])
-            if stop in woken:
+            if stop in woken or stop.poll():  # a SIGTERM to the whole group ends workers as early as it gets here
                 return
             for number in (sentinels[sentinel] for sentinel in woken if isinstance(sentinel, int)):
                 process, since = self._running[number]

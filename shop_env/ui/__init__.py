@@ -14,7 +14,7 @@ def routes() -> list[web.RouteDef]:
 
 
 def _serve(name: str, content_type: str):
-    text = (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
+    text = (importlib.resources.files("shop_env.ui") / name).read_text(encoding="utf-8")
 
     async def handler(_: web.Request) -> web.Response:
         return web.Response(text=text, content_type=content_type, charset="utf-8", headers=_HEADERS)
