@@ -7,7 +7,6 @@ Both serve one catalogue, each in a process of its own, to one load generator th
 on the service alone, for its latency. Resident memory is that of the service's processes after all that (of memory that they share, a share).
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import shop_world
+import uvloop
 from shop_load import Load, LoadGenerator
 
 from shop_env.tasks import World
@@ -121,7 +121,7 @@ def main() -> int:
         launcher = ("-m", "launch.serve_env", *here, "--index_cache=", f"--workers={arguments.workers}")
         service = _Side("service", *stack.enter_context(_server(*launcher)))
         crowd = _Side(f"service, {CROWD}", service.url, service.pid)
-        asyncio.run(_measure(world, service, flask, crowd, arguments.seconds, arguments.rounds))
+        uvloop.run(_measure(world, service, flask, crowd, arguments.seconds, arguments.rounds))
         resident = _resident_mb(service.pid)
 
     print(f"{len(world.catalog)} products, {EPISODES} episodes at once, {arguments.rounds} rounds of {arguments.seconds:g} s a side")

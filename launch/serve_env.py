@@ -6,7 +6,6 @@ DIR is what `shop_env.tasks.World.save` wrote: products, tasks and splits. Up af
 Ctrl-C or SIGTERM. People can shop at http://127.0.0.1:8100/play.
 """
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"shop: {len(world.catalog)} products, {len(world.tasks)} tasks on http://{_HOST.value}:{port}", flush=True)
 
     if _WORKERS.value == 1:
-        asyncio.run(workers.serve_until_stopped(shop, _HOST.value, _PORT.value, started, **settings))
+        workers.serve(shop, _HOST.value, _PORT.value, started, **settings)
     else:
         workers.Workers(shop, _WORKERS.value, _HOST.value, _PORT.value, **settings).run(started)
 

@@ -56,9 +56,10 @@ def _any_of(words: Sequence[str]) -> str:
 
 
 def explain_difference(ours: Sequence[str], oracle: dict[str, float], limit: int = RESULT_LIMIT, tolerance: float = 1e-9) -> str:
-    """Why `ours` is not the oracle's list by (score, id): "" when it is, "rounding" when every place holds a product whose score is that of the
-    place up to `tolerance` relative, and otherwise "wrong". Sums of the same numbers in another order differ in the last bit, and can so turn a
-    tie, which ids decide, into a difference.
+    """Why `ours` is not the oracle's list by (score, id): "" when it is, else "rounding" or "wrong".
+
+    "rounding": every place holds a product whose score is that of the place up to `tolerance` relative. Sums of the same numbers in another order
+    differ in the last bit, and so can turn a tie, which ids decide, into a difference.
     """
     expected = sorted(oracle, key=lambda i: (-oracle[i], i))[:limit]
     if list(ours) == expected:

@@ -151,7 +151,7 @@ def test_a_repeated_step_is_answered_again_and_not_executed_twice(server):
     first, again, other, gap, zero = ask(
         server.url, once, once, step_request(episode, 1, *BUY_MUG[1]), step_request(episode, 3, *BUY_MUG[1]), step_request(episode, 0, *BUY_MUG[1])
     )
-    assert first == again and first[0] == 200 and first[1]["state"]["steps"] == 1
+    assert first == again and first[0] == 200 and first[1]["seq"] == 1
     assert (other[0], other[1]["error"]) == (409, "sequence_conflict")
     assert (gap[0], gap[1]["error"]) == (409, "sequence_gap") == (zero[0], zero[1]["error"])
     second, last, last_again, ended = ask(
@@ -161,7 +161,7 @@ def test_a_repeated_step_is_answered_again_and_not_executed_twice(server):
         step_request(episode, 3, *BUY_MUG[2]),
         step_request(episode, 4, *BUY_MUG[0]),
     )
-    assert second[1]["state"]["steps"] == 2
+    assert second[1]["seq"] == 2
     assert last == last_again and last[1]["reward"] == 1.0
     assert (ended[0], ended[1]["error"]) == (410, "episode_ended")
 
