@@ -64,13 +64,19 @@ async function start() {
   $("query").focus();
 }
 
-// Nested personas become one line for each leaf, its path in front.
+function words(value) {
+  if (Array.isArray(value)) return value.join(", ");
+  return typeof value === "number" ? String(Number(value.toFixed(3))) : String(value);
+}
+
+// One line for each fact; nested ones follow a line that names what they belong to.
 function facts(values, path = []) {
-  return Object.entries(values).flatMap(([name, value]) => {
-    const here = [...path, name];
-    if (value && typeof value === "object" && !Array.isArray(value)) return facts(value, here);
-    return [element("dt", here.join(" › ")), element("dd", Array.isArray(value) ? value.join(", ") : String(value))];
-  });
+  const nested = (value) => value && typeof value === "object" && !Array.isArray(value);
+  const entries = Object.entries(values);
+  const plain = entries.filter(([, value]) => !nested(value));
+  const title = path.length && plain.length ? [element("dt", path.join(" › "), "of")] : [];
+  const lines = plain.flatMap(([name, value]) => [element("dt", name), element("dd", words(value))]);
+  return [...title, ...lines, ...entries.filter(([, value]) => nested(value)).flatMap(([name, value]) => facts(value, [...path, name]))];
 }
 
 // ------------------------------------------------------------------------------------------------------------- playing
@@ -117,8 +123,9 @@ function offer(target, text = target, className = "") {
 }
 
 function group(name, buttons) {
-  const row = element("div", undefined, "group");
-  row.append(element("span", name), ...buttons);
+  const [row, targets] = [element("div", undefined, "group"), element("div")];
+  targets.append(...buttons);
+  row.append(element("span", name), targets);
   return row;
 }
 

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from shop_env.client import ShopClient
 from shop_env.errors import InvalidSetting, PortBusy, ShopRefused, ShopUnavailable
-from shop_env.server import KEY_HEADER, ServerThread
+from shop_env.server import KEY_HEADER, ServerThread, make_app
 from shop_env.session import TOOLS
 
 from .conftest import KEY
@@ -140,6 +140,15 @@ def test_metrics_and_health(server, world):
     assert any(line.startswith("shop_opened_total ") for line in lines)
     ((_, health),) = ask(server.url, ("GET", "/healthz", None))
     assert health["ok"] and health["catalog"] == world.catalog.hash and health["splits"] == {"train": 1, "dev": 1}
+
+
+async def test_the_page_may_load_nothing_from_elsewhere(aiohttp_client, shop):
+    client = await aiohttp_client(make_app(shop))
+    for path in ("/play", "/play.js", "/play.css"):
+        async with client.get(path) as response:
+            text = await response.text()
+            assert response.status == 200 and "default-src 'self'" in response.headers["Content-Security-Policy"]
+            assert "http" not in text.replace("HTTP", "") and "innerHTML" not in text
 
 
 # ---------------------------------------------------------------------------------------------------- sequence numbers
