@@ -16,6 +16,7 @@ import tempfile
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -80,6 +81,13 @@ def _build(catalog: Catalog) -> _Postings:
     relative = lengths / max(lengths.mean(), 1.0) if num_products else lengths
     saturation = frequency * (K1 + 1) / (frequency + K1 * (1 - B + B * relative[sorted_rows]))
     return _Postings(list(vocabulary), np.concatenate([[0], np.cumsum(counts)]), sorted_rows, np.repeat(idf, counts) * saturation)
+
+
+@runtime_checkable
+class Searcher(Protocol):
+    """What a shop searches with: `Index`, or in a benchmark what that is compared with."""
+
+    def search(self, query: str, limit: int = RESULT_LIMIT) -> list[str]: ...
 
 
 class Index:

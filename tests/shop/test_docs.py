@@ -1,7 +1,6 @@
 """What docs/shop.md shows runs as it stands there."""
 
 import asyncio
-import dataclasses
 import pathlib
 import re
 
@@ -47,8 +46,7 @@ def test_the_example_of_another_environment_is_one_for_the_agent():
     async def play(*turns):
         task = (await shop.tasks("train"))[7]
         engine = fakes.Engine([fakes.completion(turn, fakes.STOP) for turn in turns])
-        sampling = dataclasses.replace(fakes.SAMPLING)
-        return await run_episode(engine, shop, GuessingChat(), task, (), Session("s", (1,)), sampling, Limits(1000, 5))
+        return await run_episode(engine, shop, GuessingChat(), task, (), Session("s", (1,)), fakes.SAMPLING, Limits(1000, 5))
 
     right, wrong = asyncio.run(play(9, 7)), asyncio.run(play(3))
     assert (right.status, right.reward, right.success, len(right.turns)) == (Status.PURCHASE, 1.0, True, 2)
