@@ -401,6 +401,42 @@ def test_a_shop_that_is_not_there_is_named():
         with_client(url, lambda client: client.open("task-mug"), backoff_seconds=(0.01,))
 
 
+def test_an_episode_keeps_its_connection_and_hands_it_on(shop):
+    """Behind one port there may be several workers: on one connection, all of an episode's requests reach the one that holds it."""
+    seen: dict[str, set] = {}
+
+    @web.middleware
+    async def note(request, handler):
+        answer = await handler(request)
+        episode = request.match_info.get("id") or json.loads(answer.body).get("episode_id")
+        seen.setdefault(episode, set()).add(request.transport.get_extra_info("peername"))
+        return answer
+
+    async def run():
+        app = make_app(shop)
+        app.middlewares.append(note)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with ShopClient(f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
+
+            async def play():
+                opened = await client.open("task-mug")
+                for action in BUY_MUG:
+                    await client.step(opened.episode_id, *action)
+                return opened.episode_id
+
+            first = await asyncio.gather(*(play() for _ in range(4)))
+            assert [len(seen[episode]) for episode in first] == [1] * 4
+            assert len(set.union(*(seen[episode] for episode in first))) == 4
+            await client.close(first[0])
+            later = await play()
+            assert seen[later] == seen[first[0]]  # the connection that became free
+        await runner.cleanup()
+
+    asyncio.run(run())
+
+
 def test_leaving_the_client_closes_its_episodes(shop):
     with ServerThread(shop) as server:
 

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from shop_env.client import ShopClient
+from shop_env.errors import InvalidSetting
 from shop_env.peers import KEY_HEADER, Peers
 from shop_env.server import SERVICE, make_app, start
+from shop_env.workers import Workers
 
 from .conftest import KEY
 
@@ -98,6 +100,12 @@ async def test_a_worker_that_is_gone_is_a_503_which_clients_repeat(shop, tmp_pat
         async with http.post(f"{urls[0]}/v1/episodes/{opened['episode_id']}/step", json=step(1, BUY_MUG[0])) as response:
             assert response.status == 503 and response.headers["Retry-After"] == "1"
             assert (await response.json())["error"] == "worker_unavailable"
+
+
+@pytest.mark.parametrize(("num", "capacity", "word"), [(1, 9, "num_workers"), (2000, 9999, "num_workers"), (3, 2, "capacity")])
+def test_settings_of_workers_are_checked(shop, num, capacity, word):
+    with pytest.raises(InvalidSetting, match=word):
+        Workers(shop, num, "127.0.0.1", 0, capacity=capacity)
 
 
 # ----------------------------------------------------------------------------------------------------- as processes
