@@ -147,8 +147,10 @@ class ShopClient:
 
     async def _delete_quietly(self, episode_id: str) -> None:
         """One attempt: a shop that is gone has no episode to close, and a lease covers the rest."""
+        http = self._lanes.get(episode_id) or self._http  # one that another client opened has no connection of its own here
+        assert http is not None, "an episode is known here after a call about it was answered"
         try:
-            await self._attempt("DELETE", f"/v1/episodes/{quote(episode_id, safe='')}", None, self._lanes[episode_id])
+            await self._attempt("DELETE", f"/v1/episodes/{quote(episode_id, safe='')}", None, http)
         except (aiohttp.ClientError, TimeoutError):
             pass
 

@@ -401,6 +401,17 @@ def test_a_shop_that_is_not_there_is_named():
         with_client(url, lambda client: client.open("task-mug"), backoff_seconds=(0.01,))
 
 
+def test_a_client_may_go_on_with_anothers_episode(shop):
+    with ServerThread(shop) as server:
+        episode = open_episode(server.url)
+
+        async def body(client):
+            return [await client.step(episode, *action) for action in BUY_MUG][-1].reward
+
+        assert with_client(server.url, body) == 1.0
+        assert not server.service.episodes  # the last client closes it
+
+
 def test_an_episode_keeps_its_connection_and_hands_it_on(shop):
     """Behind one port there may be several workers: on one connection, all of an episode's requests reach the one that holds it."""
     seen: dict[str, set] = {}
