@@ -3,9 +3,10 @@ PYTHON ?= python3.11
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-TORCH_STAMP := $(VENV)/.installed-torch
+EXTRA_STAMP := $(VENV)/.installed-extra
+EXTRA_MARKERS := torch or bench or chromium
 
-.PHONY: venv demo test check test-extra bench plan clean
+.PHONY: venv demo test check test-extra bench plan chromium clean
 
 venv: $(STAMP)
 
@@ -15,16 +16,23 @@ $(STAMP): setup.py
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-# The reference implementation that tests marked `torch` compare with.
-$(TORCH_STAMP): $(STAMP)
+# The reference implementation that tests marked `torch` compare with, and what those marked `bench` and `chromium` need.
+$(EXTRA_STAMP): $(STAMP)
 	$(RUN) -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench,browser]'
 	touch $@
+
+# Debian's browser and its driver; as root, or with sudo.
+chromium:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+	  command -v apt-get >/dev/null || { echo "chromium and chromedriver not found: install them, they drive the tests of the shop's page" >&2; exit 2; }; \
+	  as=$$([ "$$(id -u)" = 0 ] || echo sudo); $$as apt-get update -q && $$as apt-get install -y -q --no-install-recommends chromium chromium-driver; }
 
 demo: $(STAMP)
 	$(RUN) launch/train.py --config=configs/pocket.py:demo
 
 test: $(STAMP)
-	$(RUN) -m pytest -n 2 -m 'not torch'
+	$(RUN) -m pytest -n 2 -m 'not ($(EXTRA_MARKERS))'
 
 check: $(STAMP)
 	$(RUN) -m ruff format --check .
@@ -33,10 +41,10 @@ check: $(STAMP)
 	$(VENV)/bin/lint-imports
 
 # Here a skipped test is a failed test: nothing may hide behind a missing package.
-test-extra: $(TORCH_STAMP)
-	INTRASKILL_NO_SKIPS=1 $(RUN) -m pytest -n 2 -m torch -rs
+test-extra: $(EXTRA_STAMP) chromium
+	INTRASKILL_NO_SKIPS=1 $(RUN) -m pytest -n 2 -m '$(EXTRA_MARKERS)' -rs
 
-bench: $(STAMP)
+bench: $(EXTRA_STAMP)
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(RUN) "$$script"; done
 
 # Needs libtpu (pip install '.[plan]'), 8 GB and a quarter of an hour on two quiet cores. A machine that a plan does not fit is a result, hence the `-`.

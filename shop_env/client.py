@@ -54,6 +54,9 @@ _STEP_FIELDS = tuple(f.name for f in dataclasses.fields(StepResult))
 class ShopClient:
     """One client per event loop; any number of episodes at once, each of which must be stepped by one caller at a time.
 
+    An episode keeps one connection from its first request to its last, and hands it on to a later episode: behind one port there may be several
+    worker processes, and the one that a connection reached is then the one that holds the episode.
+
     Args:
       base_url: e.g. "http://127.0.0.1:8100".
       privileged_key: the server's key, for goals, products and privileged episodes.
@@ -73,7 +76,9 @@ class ShopClient:
         self._headers = {"X-Privileged-Key": privileged_key} if privileged_key else {}
         self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         self._backoff = backoff_seconds
-        self._http: aiohttp.ClientSession | None = None
+        self._http: aiohttp.ClientSession | None = None  # for all that belongs to no episode
+        self._lanes: dict[str, aiohttp.ClientSession] = {}  # episode -> its connection
+        self._free_lanes: list[aiohttp.ClientSession] = []
         self._taken: dict[str, int] = {}  # episode -> steps answered so far
 
     async def __aenter__(self) -> "ShopClient":
@@ -91,26 +96,35 @@ class ShopClient:
         return [PublicTask(**task) for task in answer["tasks"]]
 
     async def open(self, task_id: str, privileged: bool = False) -> Opened:
-        answer = await self._call("POST", "/v1/episodes", {"task_id": task_id, "privileged": privileged})
-        self._taken[answer["episode_id"]] = 0
+        lane = self._free_lanes.pop() if self._free_lanes else self._connect(1)
+        try:
+            answer = await self._call("POST", "/v1/episodes", {"task_id": task_id, "privileged": privileged}, lane)
+        except BaseException:
+            self._free_lanes.append(lane)
+            raise
+        self._taken[answer["episode_id"]], self._lanes[answer["episode_id"]] = 0, lane
         return Opened(answer["episode_id"], PublicTask(**answer["task"]), answer["observation"])
 
     async def step(self, episode_id: str, tool: str, arguments: Mapping[str, Any]) -> StepResult:
         """One action. After `ShopUnavailable` the same call may be made again: it is executed once."""
         seq = self._taken.get(episode_id, 0) + 1
         body = {"seq": seq, "tool": tool, "arguments": dict(arguments)}
-        answer = await self._call("POST", f"/v1/episodes/{quote(episode_id, safe='')}/step", body)
+        answer = await self._call("POST", f"/v1/episodes/{quote(episode_id, safe='')}/step", body, self._lanes.get(episode_id))
         self._taken[episode_id] = seq
         return StepResult(**{name: answer[name] for name in _STEP_FIELDS if name in answer})
 
     async def close(self, episode_id: str) -> None:
         """Ends and forgets an episode; one that is already gone is fine."""
         self._taken.pop(episode_id, None)
+        lane = self._lanes.pop(episode_id, None)
         try:
-            await self._call("DELETE", f"/v1/episodes/{quote(episode_id, safe='')}")
+            await self._call("DELETE", f"/v1/episodes/{quote(episode_id, safe='')}", lane=lane)
         except ShopRefused as e:
             if e.error != "unknown_episode":
                 raise
+        finally:
+            if lane is not None:
+                self._free_lanes.append(lane)
 
     async def goal(self, task_id: str) -> Mapping[str, Any]:
         """The hidden goal and the full instruction; needs the privileged key."""
@@ -122,27 +136,33 @@ class ShopClient:
 
     async def aclose(self) -> None:
         """Closes the episodes that are still open here, then the connections."""
-        if self._http is None:
-            return
         await asyncio.gather(*(self._delete_quietly(episode_id) for episode_id in list(self._taken)))
+        connections = [*([self._http] if self._http else []), *self._lanes.values(), *self._free_lanes]
         self._taken.clear()
-        await self._http.close()
+        self._lanes.clear()
+        self._free_lanes.clear()
         self._http = None
+        for http in connections:
+            await http.close()
 
     async def _delete_quietly(self, episode_id: str) -> None:
         """One attempt: a shop that is gone has no episode to close, and a lease covers the rest."""
+        http = self._lanes.get(episode_id) or self._http  # one that another client opened has no connection of its own here
+        assert http is not None, "an episode is known here after a call about it was answered"
         try:
-            await self._attempt("DELETE", f"/v1/episodes/{quote(episode_id, safe='')}", None)
+            await self._attempt("DELETE", f"/v1/episodes/{quote(episode_id, safe='')}", None, http)
         except (aiohttp.ClientError, TimeoutError):
             pass
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, lane: aiohttp.ClientSession | None = None) -> dict[str, Any]:
         """Attempts until an answer below 500 arrives; raises ShopRefused for 4xx and ShopUnavailable when attempts run out."""
+        if self._http is None:
+            self._http = self._connect(0)  # opened on first use, because it belongs to the running loop
         problem = ""
         for wait in (*self._backoff, None):
             retry_after = 0.0
             try:
-                status, answer, retry_after = await self._attempt(method, path, body)
+                status, answer, retry_after = await self._attempt(method, path, body, lane or self._http)
                 if status < 400:
                     return answer
                 if status < 500:
@@ -154,8 +174,10 @@ class ShopClient:
                 await asyncio.sleep(max(wait, min(retry_after, _RETRY_AFTER_LIMIT)))
         raise ShopUnavailable(f"{method} {self._base}{path} failed {len(self._backoff) + 1} times, last with {problem}; is the shop running there?")
 
-    async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, dict[str, Any], float]:
-        async with self._connections().request(method, self._base + path, json=body) as response:
+    async def _attempt(
+        self, method: str, path: str, body: Mapping[str, Any] | None, http: aiohttp.ClientSession
+    ) -> tuple[int, dict[str, Any], float]:
+        async with http.request(method, self._base + path, json=body) as response:
             try:
                 answer = await response.json(content_type=None)
             except ValueError:
@@ -165,10 +187,7 @@ class ShopClient:
             wait = response.headers.get("Retry-After", "")
             return response.status, answer, float(wait) if wait.isdigit() else 0.0
 
-    def _connections(self) -> aiohttp.ClientSession:
-        """Opened on first use, because it belongs to the running loop."""
-        if self._http is None:
-            # Keep-alive below the server's 75 s, and no limit on connections: every episode may have a request in flight.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
-            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
-        return self._http
+    def _connect(self, limit: int) -> aiohttp.ClientSession:
+        """At most `limit` connections at once, 0 for any number; an idle one is given up before the server does so."""
+        connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=1800)
+        return aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)

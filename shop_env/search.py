@@ -4,12 +4,23 @@ A term's score in a product does not depend on the rest of the query, so the ind
 of a few sparse columns. The formula is that of SQLite FTS5: one weighted term frequency over all fields, one length per product.
 """
 
+import dataclasses
 import functools
+import hashlib
+import io
+import logging
 import math
+import os
+import sys
+import tempfile
+import unicodedata
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from shop_env import text
 from shop_env.catalog import Catalog, Product
 from shop_env.text import unique_tokens
 
@@ -18,6 +29,7 @@ B = 0.75
 IDF_FLOOR = 1e-6
 RESULT_LIMIT = 150
 WEIGHTS = {"title": 3.0, "brand": 2.0, "category": 2.0, "model": 2.5, "attributes": 1.5, "options": 1.2, "bullets": 0.8}
+_log = logging.getLogger(__name__)
 
 
 def field_tokens(product: Product) -> Iterator[tuple[float, list[str]]]:
@@ -36,42 +48,70 @@ def field_tokens(product: Product) -> Iterator[tuple[float, list[str]]]:
         yield weight, unique_tokens(texts[name].replace("\n", " | "))
 
 
-class Index:
-    """Read-only search index over a catalogue."""
+@dataclasses.dataclass(frozen=True)
+class _Postings:
+    """The index as arrays: term t of `vocabulary` occurs in the products rows[starts[t]:starts[t + 1]], ascending, each with its impact."""
 
-    def __init__(self, catalog: Catalog):
+    vocabulary: list[str]
+    starts: np.ndarray  # [terms + 1] int64
+    rows: np.ndarray  # [pairs] int32, places in the ascending list of ids
+    impacts: np.ndarray  # [pairs] float64
+
+
+def _build(catalog: Catalog) -> _Postings:
+    num_products = len(catalog)
+    vocabulary: dict[str, int] = {}
+    terms, rows, frequencies = [], [], []
+    lengths = np.zeros(num_products)
+    for row, product in enumerate(catalog.values()):
+        weighted: dict[str, float] = {}
+        for weight, tokens in field_tokens(product):
+            lengths[row] += len(tokens)
+            for token in tokens:
+                weighted[token] = weighted.get(token, 0.0) + weight
+        terms.extend(vocabulary.setdefault(token, len(vocabulary)) for token in weighted)
+        rows.extend([row] * len(weighted))
+        frequencies.extend(weighted.values())
+    term_of = np.asarray(terms, np.int64)
+    order = np.argsort(term_of, kind="stable")  # by term; rows stay ascending inside a term
+    counts = np.bincount(term_of, minlength=len(vocabulary))
+    sorted_rows = np.asarray(rows, np.int32)[order]
+    frequency = np.asarray(frequencies)[order]
+    idf = np.array([max(math.log((num_products - n + 0.5) / (n + 0.5)), IDF_FLOOR) for n in counts])
+    relative = lengths / max(lengths.mean(), 1.0) if num_products else lengths
+    saturation = frequency * (K1 + 1) / (frequency + K1 * (1 - B + B * relative[sorted_rows]))
+    return _Postings(list(vocabulary), np.concatenate([[0], np.cumsum(counts)]), sorted_rows, np.repeat(idf, counts) * saturation)
+
+
+@runtime_checkable
+class Searcher(Protocol):
+    """What a shop searches with: `Index`, or in a benchmark what that is compared with."""
+
+    def search(self, query: str, limit: int = RESULT_LIMIT) -> list[str]: ...
+
+
+class Index:
+    """Read-only search index over a catalogue.
+
+    Args:
+      catalog: what is searched.
+      cache: directory that keeps built indexes, by the catalogue's hash and the code that built them; None: build every time. A damaged file is
+        built anew with a warning, and a directory that cannot be written costs a warning, too: the cache never decides what is found.
+    """
+
+    def __init__(self, catalog: Catalog, cache: Path | None = None):
+        postings = _build(catalog) if cache is None else _cached(catalog, cache)
         self._ids = list(catalog)  # ascending, so that a lower row number wins a tie
-        num_products = len(self._ids)
-        vocabulary: dict[str, int] = {}
-        terms, rows, frequencies = [], [], []
-        lengths = np.zeros(num_products)
-        for row, product in enumerate(catalog.values()):
-            weighted: dict[str, float] = {}
-            for weight, tokens in field_tokens(product):
-                lengths[row] += len(tokens)
-                for token in tokens:
-                    weighted[token] = weighted.get(token, 0.0) + weight
-            terms.extend(vocabulary.setdefault(token, len(vocabulary)) for token in weighted)
-            rows.extend([row] * len(weighted))
-            frequencies.extend(weighted.values())
-        term_of = np.asarray(terms, np.int64)
-        order = np.argsort(term_of, kind="stable")  # by term; rows stay ascending inside a term
-        counts = np.bincount(term_of, minlength=len(vocabulary))
-        self._vocabulary = vocabulary
-        self._starts = np.concatenate([[0], np.cumsum(counts)])
-        self._rows = np.asarray(rows, np.int32)[order]
-        frequency = np.asarray(frequencies)[order]
-        idf = np.array([max(math.log((num_products - n + 0.5) / (n + 0.5)), IDF_FLOOR) if n < num_products + 0.5 else IDF_FLOOR for n in counts])
-        relative = lengths / max(lengths.mean(), 1.0) if num_products else lengths
-        saturation = frequency * (K1 + 1) / (frequency + K1 * (1 - B + B * relative[self._rows]))
-        self._impacts = np.repeat(idf, counts) * saturation
-        self._cached = functools.lru_cache(maxsize=8192)(self._rank)  # the episodes of a group repeat each other's queries
+        self._vocabulary = {term: number for number, term in enumerate(postings.vocabulary)}
+        self._starts, self._rows, self._impacts = postings.starts.tolist(), postings.rows, postings.impacts
+        self._cached = functools.lru_cache(maxsize=8192)(self.rank)  # the episodes of a group repeat each other's queries
 
     def search(self, query: str, limit: int = RESULT_LIMIT) -> list[str]:
         """Ids of the best `limit` products that share a word with the query, best first, ties by id."""
         return list(self._cached(tuple(unique_tokens(query)), limit))
 
-    def _rank(self, tokens: tuple[str, ...], limit: int) -> tuple[str, ...]:
+    def rank(self, tokens: tuple[str, ...], limit: int = RESULT_LIMIT) -> tuple[str, ...]:
+        """`search` without its memory of earlier queries."""
         scores = np.zeros(len(self._ids))
         for token in tokens:
             term = self._vocabulary.get(token)
@@ -84,3 +124,54 @@ class Index:
             rows = rows[scores[rows] >= cut]  # all ties at the cut stay until ids decide
         best = rows[np.argsort(-scores[rows], kind="stable")][:limit]
         return tuple(self._ids[row] for row in best)
+
+
+# ------------------------------------------------------------------------------------------------------------- the cache
+
+
+class _Damaged(Exception):
+    """A cache file that is not what was written."""
+
+
+def _cache_file(catalog: Catalog, directory: Path) -> Path:
+    """The index follows from the catalogue, from this module and the word rules, and from Python's Unicode tables."""
+    code = b"".join(Path(module).read_bytes() for module in (__file__, str(text.__file__)))
+    key = hashlib.sha256(f"{catalog.hash} {unicodedata.unidata_version} {sys.byteorder} ".encode() + code).hexdigest()
+    return directory / f"shop-index-{key[:40]}"
+
+
+def _cached(catalog: Catalog, directory: Path) -> _Postings:
+    path = _cache_file(catalog, directory)
+    try:
+        return _decode(path.read_bytes())
+    except FileNotFoundError:
+        pass
+    except _Damaged as e:
+        _log.warning("%s is damaged (%s); the search index is built anew", path, e)
+    except OSError as e:
+        _log.warning("%s cannot be read (%s); the search index is built anew", path, e.strerror or e)
+    postings = _build(catalog)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=f".{path.name}.", delete=False) as temporary:
+            temporary.write(_encode(postings))
+        os.replace(temporary.name, path)  # a reader sees the whole file or none; one cut short by a power loss fails its checksum
+    except OSError as e:
+        _log.warning("%s cannot be written (%s); the next start builds the search index again", path, e.strerror or e)
+    return postings
+
+
+def _encode(postings: _Postings) -> bytes:
+    """sha256 of the rest, then a NumPy archive."""
+    buffer = io.BytesIO()
+    vocabulary = np.frombuffer("\n".join(postings.vocabulary).encode(), np.uint8)  # words have no line breaks
+    np.savez(buffer, vocabulary=vocabulary, starts=postings.starts, rows=postings.rows, impacts=postings.impacts)
+    return hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue()
+
+
+def _decode(data: bytes) -> _Postings:
+    if hashlib.sha256(data[32:]).digest() != data[:32]:
+        raise _Damaged(f"its {len(data)} bytes do not have the checksum that they begin with")
+    with np.load(io.BytesIO(data[32:]), allow_pickle=False) as arrays:
+        words = arrays["vocabulary"].tobytes().decode()
+        return _Postings(words.split("\n") if words else [], arrays["starts"], arrays["rows"], arrays["impacts"])

@@ -1,4 +1,4 @@
-"""The shop as a service: one aiohttp process, all episodes on one read-only catalogue and index.
+"""The shop as a service: an aiohttp process, all its episodes on one read-only catalogue and index.
 
 Every step carries a sequence number, so a request repeated after a lost response is answered again and not executed twice. Idle episodes
 expire. Errors are JSON {"error", "message"}; what an agent did wrong is an ordinary answer, what a client did wrong is a 4xx.
@@ -6,44 +6,28 @@ expire. Errors are JSON {"error", "message"}; what an agent did wrong is an ordi
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import errno
 import hmac
-import json
-import logging
 import math
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
-from shop_env.errors import EpisodeEnded, InvalidSetting, InvalidTask, PortBusy
+from shop_env import ui
+from shop_env.answers import Refusal, dumps, json_answer, read_object, typed_errors
+from shop_env.errors import EpisodeEnded, InvalidSetting, InvalidTask, PortBusy, ShopEnvError
+from shop_env.peers import FORWARDED, KEY_HEADER, Peers
 from shop_env.reward import public_detail
 from shop_env.session import TOOLS, Session, Shop, Step
 from shop_env.tasks import Task
 
-KEY_HEADER = "X-Privileged-Key"
-_log = logging.getLogger(__name__)
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def _dumps(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _json(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
-
-
-class Refusal(Exception):
-    """An answer with a 4xx or 503 status."""
-
-    def __init__(self, status: int, error: str, message: str, headers: Mapping[str, str] | None = None):
-        super().__init__(message)
-        self.status, self.error, self.headers = status, error, headers
+MAX_DEPTH = 16  # of nested values in an action's arguments; the tools take strings
 
 
 @dataclasses.dataclass
@@ -70,9 +54,11 @@ class Service:
       shop: what is served.
       privileged_key: callers that send it may see goals and products; None: nobody may.
       lease_seconds: an episode that is not touched for this long is forgotten.
-      capacity: most episodes that run at once; finished ones do not count.
+      capacity: most episodes that run at once. As many finished ones are kept for those who ask again; beyond that the oldest is forgotten.
       open_wait_seconds: how long opening one waits for room before it is refused with 503.
       max_body_bytes: larger request bodies are refused with 413.
+      peers: the other processes of this service, when there are any.
+      clock: seconds that only grow; leases are measured with it.
     """
 
     def __init__(
@@ -84,6 +70,8 @@ class Service:
         capacity: int = 512,
         open_wait_seconds: float = 10.0,
         max_body_bytes: int = 65536,
+        peers: Peers | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         for name, value in (("lease_seconds", lease_seconds), ("capacity", capacity), ("max_body_bytes", max_body_bytes)):
             if not value > 0:
@@ -95,12 +83,16 @@ class Service:
         self.capacity = capacity
         self.open_wait_seconds = open_wait_seconds
         self.max_body_bytes = max_body_bytes
+        self.peers = peers
         self.episodes: dict[str, Episode] = {}
+        self._finished: dict[str, None] = {}  # ids of finished episodes, oldest first
+        self._clock = clock
+        self._catalog_hash = shop.world.catalog.hash  # half a second for a large catalogue: now, not in the first request
         self.counts: collections.Counter[str] = collections.Counter()
         self._key = privileged_key
         self._room = asyncio.Semaphore(capacity)
         self._split_bodies: dict[str, bytes] = {}
-        self._tools_body = _dumps({"tools": TOOLS})
+        self._tools_body = dumps({"tools": TOOLS})
         self._limits = {"max_actions": shop.max_actions, "page_size": shop.page_size, "lease_seconds": lease_seconds}
 
     def routes(self) -> list[web.RouteDef]:
@@ -120,20 +112,22 @@ class Service:
     # ----------------------------------------------------------------------------------------------------- episodes
 
     async def open(self, request: web.Request) -> web.Response:
-        body = await _read_object(request, required=set(), allowed={"task_id", "task", "privileged"})
+        body = await read_object(request, required=set(), allowed={"task_id", "task", "privileged"})
         privileged = body.get("privileged", False)
         if not isinstance(privileged, bool):
             raise Refusal(400, "bad_field", f"privileged must be true or false, got {privileged!r:.40}")
         if privileged or "task" in body:
             self._require_key(request)
         task = self._task_of(body)
-        await self._take_room()
+        if self._is_full() and (elsewhere := await self._open_elsewhere(request)):
+            return elsewhere
+        await self._take_room(0.0 if FORWARDED in request.headers else self.open_wait_seconds)
         session = Session(self.shop, task)
-        episode_id = secrets.token_urlsafe(12)
-        self.episodes[episode_id] = Episode(session, privileged, time.monotonic() + self.lease_seconds)
+        episode_id = self.peers.new_id() if self.peers else secrets.token_urlsafe(12)
+        self.episodes[episode_id] = Episode(session, privileged, self._clock() + self.lease_seconds)
         self.counts["opened"] += 1
         answer = {"episode_id": episode_id, "task": public_task(task), "observation": session.observation, "state": session.state}
-        return _json(_dumps({**answer, "limits": self._limits}), 201)
+        return json_answer(dumps({**answer, "limits": self._limits}), 201)
 
     def _task_of(self, body: Mapping[str, Any]) -> Task:
         if ("task_id" in body) == ("task" in body):
@@ -157,63 +151,82 @@ class Service:
         except InvalidTask as e:
             raise Refusal(404, "unknown_task", str(e)) from None
 
-    async def _take_room(self) -> None:
+    def _is_full(self) -> bool:
         if self._room.locked():
             self._expire()
+        return self._room.locked()
+
+    async def _open_elsewhere(self, request: web.Request) -> web.Response | None:
+        """The answer of the first other worker that has room."""
+        if self.peers is None or FORWARDED in request.headers:
+            return None
+        for number in self.peers.others:
+            with contextlib.suppress(Refusal):  # a worker that does not answer has no room
+                answer = await self.peers.pass_on(number, request)
+                if answer.status != 503:
+                    return answer
+        return None
+
+    async def _take_room(self, wait_seconds: float) -> None:
         if not self._room.locked():
             await self._room.acquire()
             return
         try:
-            await asyncio.wait_for(self._room.acquire(), self.open_wait_seconds)
+            await asyncio.wait_for(self._room.acquire(), wait_seconds)
         except TimeoutError:
             self.counts["refused_for_capacity"] += 1
-            wait = str(max(1, math.ceil(self.open_wait_seconds)))
+            wait = str(max(1, math.ceil(wait_seconds)))
             message = f"all {self.capacity} episodes are in use; close some, wait, or raise --capacity"
             raise Refusal(503, "at_capacity", message, {"Retry-After": wait}) from None
 
     async def step(self, request: web.Request) -> web.Response:
-        body = await _read_object(request, required={"seq", "tool", "arguments"}, allowed={"seq", "tool", "arguments"})
+        body = await read_object(request, required={"seq", "tool", "arguments"}, allowed={"seq", "tool", "arguments"})
         seq, tool, arguments = body["seq"], body["tool"], body["arguments"]
         if isinstance(seq, bool) or not isinstance(seq, int):
             raise Refusal(400, "bad_field", f"seq must be an integer, got {seq!r:.40}")
         if not isinstance(tool, str) or not isinstance(arguments, dict):
             raise Refusal(400, "bad_field", "tool must be a string and arguments an object")
+        if _is_deep(arguments):
+            raise Refusal(400, "bad_field", f"arguments are nested more than {MAX_DEPTH} deep; the tools take one string each")
         episode = self._episode(request)
         if seq == episode.seq and seq > 0:
             if episode.request != (tool, arguments):
                 raise Refusal(409, "sequence_conflict", f"step {seq} was already taken with another action; is a second client on this episode?")
             self.counts["replayed"] += 1
-            return _json(episode.answer)
+            return json_answer(episode.answer)
         if seq != episode.seq + 1:
             raise Refusal(409, "sequence_gap", f"got step {seq}, expected {episode.seq + 1}: number the steps 1, 2, 3, ...")
         try:
             step = episode.session.step(tool, arguments)
         except EpisodeEnded as e:
             raise Refusal(410, "episode_ended", str(e)) from None
-        episode.seq, episode.request, episode.answer = seq, (tool, arguments), _dumps(_step_answer(step, seq, episode.privileged))
+        episode.seq, episode.request, episode.answer = seq, (tool, arguments), dumps(_step_answer(step, seq, episode.privileged))
         episode.transcript.append({"tool": tool, "arguments": arguments, "feedback": step.feedback, "observation": step.observation})
         self.counts["steps"] += 1
         if step.done:
             self.counts[f"ended_{step.status}"] += 1
             self._room.release()
-        return _json(episode.answer)
+            self._finished[request.match_info["id"]] = None
+            if len(self._finished) > self.capacity:
+                self._forget(next(iter(self._finished)))
+        return json_answer(episode.answer)
 
     async def close(self, request: web.Request) -> web.Response:
         self._episode(request)
         self._forget(request.match_info["id"])
         self.counts["closed"] += 1
-        return _json(b"{}")
+        return json_answer(b"{}")
 
     async def transcript(self, request: web.Request) -> web.Response:
         session = (episode := self._episode(request)).session
         answer = {"task": public_task(session.task), "steps": episode.transcript, "state": session.state}
-        return _json(_dumps({**answer, "done": session.done, "status": session.status}))
+        return json_answer(dumps({**answer, "done": session.done, "status": session.status}))
 
     def _episode(self, request: web.Request) -> Episode:
         """The episode of the address, its lease renewed."""
         episode_id = request.match_info["id"]
         episode = self.episodes.get(episode_id)
-        now = time.monotonic()
+        now = self._clock()
         if episode is not None and episode.expires <= now:
             self._forget(episode_id)
             self.counts["expired"] += 1
@@ -227,9 +240,10 @@ class Service:
     def _forget(self, episode_id: str) -> None:
         if not self.episodes.pop(episode_id).session.done:
             self._room.release()
+        self._finished.pop(episode_id, None)
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for episode_id in [key for key, episode in self.episodes.items() if episode.expires <= now]:
             self._forget(episode_id)
             self.counts["expired"] += 1
@@ -253,41 +267,67 @@ class Service:
         if split not in splits:
             raise Refusal(404, "unknown_split", f"no split {split[:64]!r}; ?split= takes one of {sorted(splits)}")
         if split not in self._split_bodies:
-            self._split_bodies[split] = _dumps({"tasks": [public_task(self.shop.world.tasks[i]) for i in splits[split]]})
-        return _json(self._split_bodies[split])
+            self._split_bodies[split] = dumps({"tasks": [public_task(self.shop.world.tasks[i]) for i in splits[split]]})
+        return json_answer(self._split_bodies[split])
 
     async def goal(self, request: web.Request) -> web.Response:
         self._require_key(request)
         task = self._known_task(request.match_info["id"])
-        return _json(_dumps({**task.goal.to_json(), "full_instruction": task.full_instruction}))
+        return json_answer(dumps({**task.goal.to_json(), "full_instruction": task.full_instruction}))
 
     async def product(self, request: web.Request) -> web.Response:
         self._require_key(request)
         product = self.shop.world.catalog.get(request.match_info["id"])
         if product is None:
             raise Refusal(404, "unknown_product", f"no product {request.match_info['id'][:64]!r} in this catalogue")
-        return _json(_dumps(product.to_json()))
+        return json_answer(dumps(product.to_json()))
 
     async def tools(self, _: web.Request) -> web.Response:
-        return _json(self._tools_body)
+        return json_answer(self._tools_body)
 
-    async def healthz(self, _: web.Request) -> web.Response:
+    async def healthz(self, request: web.Request) -> web.Response:
         world = self.shop.world
         facts = {"products": len(world.catalog), "tasks": len(world.tasks), "splits": {name: len(ids) for name, ids in world.splits.items()}}
-        return _json(_dumps({"ok": True, "catalog": world.catalog.hash, **facts, "episodes": len(self.episodes)}))
+        numbers = await self._all_numbers(request)
+        answer = {"ok": True, "catalog": self._catalog_hash, **facts, "episodes": numbers["episodes_held"], "workers": numbers["workers"]}
+        return json_answer(dumps(answer))
 
-    async def metrics(self, _: web.Request) -> web.Response:
-        active = sum(not episode.session.done for episode in self.episodes.values())
-        lines = ["# TYPE shop_episodes_active gauge", f"shop_episodes_active {active}", "# TYPE shop_episodes_held gauge"]
-        lines.append(f"shop_episodes_held {len(self.episodes)}")
-        for name, count in sorted(self.counts.items()):
-            lines += [f"# TYPE shop_{name}_total counter", f"shop_{name}_total {count}"]
+    async def metrics(self, request: web.Request) -> web.Response:
+        if FORWARDED in request.headers:
+            return json_answer(dumps(self._numbers()))
+        numbers = sorted((await self._all_numbers(request)).items())
+        kinds = {name: "counter" if name.endswith("_total") else "gauge" for name, _ in numbers}
+        lines = [line for name, value in numbers for line in (f"# TYPE shop_{name} {kinds[name]}", f"shop_{name} {value}")]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+
+    def _numbers(self) -> dict[str, int]:
+        """This process's part of /metrics."""
+        held = len(self.episodes)
+        gauges = {"workers": 1, "episodes_active": held - len(self._finished), "episodes_held": held}
+        return gauges | {f"{name}_total": count for name, count in self.counts.items()}
+
+    async def _all_numbers(self, request: web.Request) -> collections.Counter[str]:
+        """Summed over the workers that answer; how many did is one of the numbers."""
+        total = collections.Counter(self._numbers())
+        if self.peers and FORWARDED not in request.headers:
+            for numbers in await self.peers.ask_all("/metrics"):
+                total.update(numbers)
+        return total
 
     def _require_key(self, request: web.Request) -> None:
         given = request.headers.get(KEY_HEADER, "")
         if self._key is None or not hmac.compare_digest(given.encode("utf-8", "replace"), self._key.encode()):
             raise Refusal(403, "not_privileged", f"this needs the server's privileged key in the header {KEY_HEADER}")
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether containers are nested more than MAX_DEPTH deep; deeper ones could be read but not be written again."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _step_answer(step: Step, seq: int, privileged: bool) -> dict[str, Any]:
@@ -298,47 +338,13 @@ def _step_answer(step: Step, seq: int, privileged: bool) -> dict[str, Any]:
     return answer
 
 
-def _reject_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-async def _read_object(request: web.Request, required: set[str], allowed: set[str]) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.read(), parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as e:
-        raise Refusal(400, "bad_json", f"the body must be a JSON object: {e!s:.120}") from None
-    if not isinstance(body, dict):
-        raise Refusal(400, "bad_json", f"the body must be a JSON object, got {type(body).__name__}")
-    if unknown := set(body) - allowed:
-        raise Refusal(400, "unknown_field", f"unknown fields {sorted(unknown)[:5]!r:.200}; known are {sorted(allowed)}")
-    if missing := required - set(body):
-        raise Refusal(400, "missing_field", f"missing fields {sorted(missing)}")
-    return body
-
-
-@web.middleware
-async def _typed_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Every error leaves as JSON {"error", "message"}."""
-    try:
-        return await handler(request)
-    except Refusal as e:
-        return _json(_dumps({"error": e.error, "message": str(e)}), e.status, e.headers)
-    except web.HTTPException as e:
-        names = {404: "unknown_route", 405: "method_not_allowed", 413: "body_too_large"}
-        return _json(_dumps({"error": names.get(e.status, "http_error"), "message": e.text or e.reason}), e.status)
-    except (ConnectionError, asyncio.CancelledError):
-        raise
-    except Exception:
-        _log.exception("%s %s failed", request.method, request.path)
-        return _json(_dumps({"error": "internal", "message": "a bug in the shop; its log has the traceback"}), 500)
-
-
-def make_app(shop: Shop, **settings: Any) -> web.Application:
+def make_app(shop: Shop, *, peers: Peers | None = None, **settings: Any) -> web.Application:
     """The application; `settings` are those of `Service`. Call it inside the event loop's thread or before the loop starts."""
-    service = Service(shop, **settings)
-    app = web.Application(middlewares=[_typed_errors], client_max_size=service.max_body_bytes)
-    app.add_routes(service.routes())
-    app.cleanup_ctx.append(service.sweep)
+    service = Service(shop, peers=peers, **settings)
+    middlewares = [typed_errors, *([peers.forward] if peers else [])]
+    app = web.Application(middlewares=middlewares, client_max_size=service.max_body_bytes)
+    app.add_routes([*service.routes(), *ui.routes()])
+    app.cleanup_ctx.extend([service.sweep, *([peers.connections] if peers else [])])
     app[SERVICE] = service
     return app
 
@@ -347,17 +353,27 @@ SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 
 
 async def start(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Binds and serves; returns the runner (to be cleaned up) and the port that was bound."""
-    runner = web.AppRunner(app, access_log=None)
+    """Binds and serves; returns the runner (to be cleaned up) and the port. A worker shares the port, and listens on its unix socket, too."""
+    peers = app[SERVICE].peers
+    # An agent may think for long between two steps, and a new connection might reach another worker.
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=3600.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, reuse_port=bool(peers)).start()
+        bound = runner.addresses[0][1]
+        if peers:
+            await web.UnixSite(runner, str(peers.socket)).start()
     except OSError as e:
         await runner.cleanup()
-        if e.errno == errno.EADDRINUSE:
-            raise PortBusy(f"port {port} on {host} is in use; stop what listens there, choose another port, or 0 for any free one") from None
-        raise InvalidSetting(f"cannot listen on {host}:{port} ({e.strerror or e}); choose another host or port") from None
-    return runner, runner.addresses[0][1]
+        raise cannot_listen(host, port, e) from None
+    return runner, bound
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> ShopEnvError:
+    """Why an address cannot be served, in words."""
+    if error.errno == errno.EADDRINUSE:
+        return PortBusy(f"port {port} on {host} is in use; stop what listens there, choose another port, or 0 for any free one")
+    return InvalidSetting(f"cannot listen on {host}:{port} ({error.strerror or error}); choose another host or port")
 
 
 class ServerThread:

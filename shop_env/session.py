@@ -15,7 +15,7 @@ from shop_env.catalog import Product
 from shop_env.errors import EpisodeEnded, InvalidSetting, InvalidTask
 from shop_env.pricing import price_range, variant_price
 from shop_env.reward import score
-from shop_env.search import Index
+from shop_env.search import Index, Searcher
 from shop_env.tasks import Task, World
 from shop_env.text import norm
 
@@ -81,9 +81,9 @@ class Step:
 
 
 class Shop:
-    """A world with its index and settings; read-only, shared by all sessions."""
+    """A world with its index (built here if none is given) and settings; read-only, shared by all sessions."""
 
-    def __init__(self, world: World, page_size: int = 20, max_actions: int = 30, show_ids: bool = False):
+    def __init__(self, world: World, page_size: int = 20, max_actions: int = 30, show_ids: bool = False, index: Searcher | None = None):
         if not 1 <= page_size <= len(LABELS):
             raise InvalidSetting(f"page_size must be in 1..{len(LABELS)} (one letter per row), got {page_size}")
         if max_actions < 1:
@@ -92,7 +92,7 @@ class Shop:
         self.page_size = page_size
         self.max_actions = max_actions
         self.show_ids = show_ids
-        self.index = Index(world.catalog)
+        self.index: Searcher = Index(world.catalog) if index is None else index
         self._targets = functools.lru_cache(maxsize=4096)(lambda product_id: _option_targets(world.catalog[product_id]))
 
     def task(self, task_id: str) -> Task:
@@ -136,9 +136,9 @@ class Session:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The current page as plain data, with the number of steps taken."""
+        """The current page as plain data: what `shop_env.observation.parse` reads back from its text, no more and no less."""
         build = {"home": dict, "done": dict, "results": self._results_state, "product": self._product_state, "selection": self._selection_state}
-        return {"page": self._page, **build[self._page](), "steps": self.steps}
+        return {"page": self._page, **build[self._page]()}
 
     def step(self, tool: Any, arguments: Any) -> Step:
         """Carries out one action. Any tool name and arguments are fine: bad ones are answered with a typed reason."""

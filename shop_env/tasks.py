@@ -36,9 +36,12 @@ class Goal:
     price_ceiling: float | None
 
     def __post_init__(self):
-        ceiling = self.price_ceiling
-        if ceiling is not None and not (isinstance(ceiling, int | float) and math.isfinite(ceiling) and ceiling >= 0):
-            raise InvalidTask(f"goal for product {self.product_id!r}: price_ceiling must be a finite number >= 0 or None, got {ceiling!r}")
+        options, ceiling, where = self.options, self.price_ceiling, f"goal for product {self.product_id!r:.80}"
+        texts = [self.product_id, *self.attributes, *options, *options.values()] if isinstance(options, Mapping) else [options]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(options, Mapping):
+            raise InvalidTask(f"{where}: product_id and attributes must be strings, options an object of strings")
+        if ceiling is not None and (isinstance(ceiling, bool) or not isinstance(ceiling, int | float) or not 0 <= ceiling < math.inf):
+            raise InvalidTask(f"{where}: price_ceiling must be a finite number >= 0 or None, got {ceiling!r}")
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "attributes": list(self.attributes), "options": dict(self.options)}
@@ -58,6 +61,8 @@ class Task:
     def __post_init__(self):
         if not isinstance(self.id, str) or not self.id or not isinstance(self.instruction, str) or not self.instruction.strip():
             raise InvalidTask(f"task {self.id!r}: needs an id and an instruction")
+        if not isinstance(self.full_instruction, str) or not isinstance(self.user_id, str) or not isinstance(self.persona, Mapping):
+            raise InvalidTask(f"task {self.id!r}: full_instruction and user_id must be strings, persona an object")
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "persona": dict(self.persona), "goal": self.goal.to_json()}

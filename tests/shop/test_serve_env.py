@@ -13,8 +13,8 @@ COMMAND = [sys.executable, "-m", "launch.serve_env"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--world is missing"),
-        (["--world", "/no/such/place"], "no manifest.json"),
+        ([], "--catalogue is missing"),
+        (["--catalogue", "/no/such/place"], "no manifest.json"),
         (["--port", "99999"], "port"),
     ],
 )
@@ -25,7 +25,7 @@ def test_mistakes_are_one_line(arguments, message):
 
 def test_it_serves_and_stops(tmp_path, world):
     world.save(tmp_path)
-    with subprocess.Popen([*COMMAND, "--world", str(tmp_path), "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*COMMAND, "--catalogue", str(tmp_path), "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()
             assert line.startswith("shop: 15 products, 2 tasks on http://127.0.0.1:")

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from shop_env.client import ShopClient
 from shop_env.errors import InvalidSetting, PortBusy, ShopRefused, ShopUnavailable
-from shop_env.server import KEY_HEADER, ServerThread
+from shop_env.server import KEY_HEADER, ServerThread, make_app
 from shop_env.session import TOOLS
 
 from .conftest import KEY
@@ -142,6 +142,15 @@ def test_metrics_and_health(server, world):
     assert health["ok"] and health["catalog"] == world.catalog.hash and health["splits"] == {"train": 1, "dev": 1}
 
 
+async def test_the_page_may_load_nothing_from_elsewhere(aiohttp_client, shop):
+    client = await aiohttp_client(make_app(shop))
+    for path in ("/play", "/play.js", "/play.css"):
+        async with client.get(path) as response:
+            text = await response.text()
+            assert response.status == 200 and "default-src 'self'" in response.headers["Content-Security-Policy"]
+            assert "http" not in text.replace("HTTP", "") and "innerHTML" not in text
+
+
 # ---------------------------------------------------------------------------------------------------- sequence numbers
 
 
@@ -151,7 +160,7 @@ def test_a_repeated_step_is_answered_again_and_not_executed_twice(server):
     first, again, other, gap, zero = ask(
         server.url, once, once, step_request(episode, 1, *BUY_MUG[1]), step_request(episode, 3, *BUY_MUG[1]), step_request(episode, 0, *BUY_MUG[1])
     )
-    assert first == again and first[0] == 200 and first[1]["state"]["steps"] == 1
+    assert first == again and first[0] == 200 and first[1]["seq"] == 1
     assert (other[0], other[1]["error"]) == (409, "sequence_conflict")
     assert (gap[0], gap[1]["error"]) == (409, "sequence_gap") == (zero[0], zero[1]["error"])
     second, last, last_again, ended = ask(
@@ -161,7 +170,7 @@ def test_a_repeated_step_is_answered_again_and_not_executed_twice(server):
         step_request(episode, 3, *BUY_MUG[2]),
         step_request(episode, 4, *BUY_MUG[0]),
     )
-    assert second[1]["state"]["steps"] == 2
+    assert second[1]["seq"] == 2
     assert last == last_again and last[1]["reward"] == 1.0
     assert (ended[0], ended[1]["error"]) == (410, "episode_ended")
 
@@ -390,6 +399,53 @@ def test_a_shop_that_is_not_there_is_named():
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(ShopUnavailable, match="failed 2 times.*is the shop running there"):
         with_client(url, lambda client: client.open("task-mug"), backoff_seconds=(0.01,))
+
+
+def test_a_client_may_go_on_with_anothers_episode(shop):
+    with ServerThread(shop) as server:
+        episode = open_episode(server.url)
+
+        async def body(client):
+            return [await client.step(episode, *action) for action in BUY_MUG][-1].reward
+
+        assert with_client(server.url, body) == 1.0
+        assert not server.service.episodes  # the last client closes it
+
+
+def test_an_episode_keeps_its_connection_and_hands_it_on(shop):
+    """Behind one port there may be several workers: on one connection, all of an episode's requests reach the one that holds it."""
+    seen: dict[str, set] = {}
+
+    @web.middleware
+    async def note(request, handler):
+        answer = await handler(request)
+        episode = request.match_info.get("id") or json.loads(answer.body).get("episode_id")
+        seen.setdefault(episode, set()).add(request.transport.get_extra_info("peername"))
+        return answer
+
+    async def run():
+        app = make_app(shop)
+        app.middlewares.append(note)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with ShopClient(f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
+
+            async def play():
+                opened = await client.open("task-mug")
+                for action in BUY_MUG:
+                    await client.step(opened.episode_id, *action)
+                return opened.episode_id
+
+            first = await asyncio.gather(*(play() for _ in range(4)))
+            assert [len(seen[episode]) for episode in first] == [1] * 4
+            assert len(set.union(*(seen[episode] for episode in first))) == 4
+            await client.close(first[0])
+            later = await play()
+            assert seen[later] == seen[first[0]]  # the connection that became free
+        await runner.cleanup()
+
+    asyncio.run(run())
 
 
 def test_leaving_the_client_closes_its_episodes(shop):
