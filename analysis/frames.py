@@ -63,8 +63,8 @@ def inclusion(run: str | os.PathLike[str]) -> pd.DataFrame:
     rows = []
     for round_index, curriculum in _curricula(run).items():
         steps = rollouts[rollouts["round"] == round_index]
-        if not len(steps) or curriculum.withdraw_over:
-            continue  # nothing played yet; or, under withdrawal, a promise that changes with every group
+        if not len(steps) or curriculum.withdraw_over or curriculum.retrieve:
+            continue  # nothing played yet; or, under these treatments, a promise that changes with every group
         groups = steps["generated_groups"]
         free = steps["skill_free_rate"] * groups
         rows.append(_rate(round_index, "skill-free", curriculum.q, float(free.sum()), float(groups.sum())))

@@ -85,6 +85,7 @@ def test_the_figures_of_a_step_by_hand():
         "invalid_actions": pytest.approx(1 / 5),
         "skill_free_rate": pytest.approx(1 / 3),
         "inclusion": {"a@1": 0.5, "b@2": 0.5, "c@1": 0.0},
+        "mixed_groups": 0,
     }
 
 
