@@ -6,7 +6,7 @@ import pytest
 from loop.parts_of_fakes import BANK, NEW, TASKS, Engine, chunk, make_parts, seen_in
 
 from configs import coevolve, pocket
-from intraskill import evaluation, fast_loop, slow_loop
+from intraskill import evaluation, fast_loop, plan, slow_loop
 from intraskill.parts import VALIDATE_MASKED, check_settings
 from intraskill.rollout import records
 from intraskill.run_directory import read_json
@@ -281,3 +281,11 @@ async def test_nobody_pays_for_a_gate_that_cannot_tell_its_chunks_apart(tmp_path
     assert found["result"].problems == ("the design has rank 5 for 6 columns: use more tasks or samples",)
     assert found["bank"] == BANK and found["said"][0] == "round 0: the design has rank 5 for 6 columns: use more tasks or samples"
     assert set(read_json(tmp_path / "rounds/000/assignments.json")["content"]["power"]["detectable"].values()) == {None}
+
+
+def test_the_plan_says_what_the_gate_will_see_and_counts_what_a_treatment_plays():
+    demo, fixed, small = (plan.of(pocket.get_config(variant)) for variant in ("demo", "demo,fixed_bank", "smoke"))
+    # 300 pairs, 5 chunks and up to 6 candidates, two independent coins: 2.8016 * sqrt(1/2) * sqrt(4 * 11 / (300 * 12)).
+    assert demo.detectable_effect == pytest.approx(0.21901, abs=1e-5) and fixed.detectable_effect == 0
+    assert demo.evaluated_episodes - fixed.evaluated_episodes == 2 * 300  # two rounds' masked validation
+    assert small.detectable_effect == pytest.approx(2.8016 * (44 / (2 * 16 * 12)) ** 0.5, abs=1e-3)
