@@ -12,6 +12,8 @@ from intraskill import evaluation
 from intraskill.evaluation import Case, Outcome, Result
 from intraskill.rollout.agent import Limits
 from intraskill.rollout.collect import Rollout
+from intraskill.skills import assignment, gate
+from intraskill.skills.bank import Bank, CandidatePool
 from intraskill.skills.gate import Identity
 from intraskill.types import Chunk, EngineError, Health, InputError, Mask, MaskKind, ShopError, Task
 
@@ -258,3 +260,19 @@ async def test_a_record_with_an_episode_twice_or_missing_is_refused(tmp_path, da
         evaluation.read(tmp_path / "e")
     with pytest.raises(InputError, match=words):
         await run(tmp_path / "e")
+
+
+async def test_the_gate_checks_the_weights_of_each_episode_and_not_a_stamp(tmp_path):
+    """A record in which one bare episode was sampled by other weights: the gate names it, whatever identity the caller expects."""
+    pool = CandidatePool(Bank(CHUNKS[:1]))
+    plan = assignment.assign(pool, seed=0, split="validation", task_ids=[t.id for t in TASKS])
+    planned = [Case(task, 0, a.mask, CHUNKS[:1] if a.chunk_ids else ()) for task, a in zip(TASKS, plan.assignments, strict=True)]
+    masked = await run(tmp_path / "masked", planned)
+    bare = await run(tmp_path / "bare", evaluation.cases(TASKS, 1, Mask.skill_free(), ()))
+    assert gate.run(plan, bare.observed, masked.observed, IDENTITY).problems == ()
+    path = tmp_path / "bare" / "episodes.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1].replace('"w3"', '"w2"'), lines[2]]) + "\n")
+    result = gate.run(plan, evaluation.read(tmp_path / "bare").observed, masked.observed, IDENTITY)
+    assert result.problems[0] == "bare episode of task task-1 sample 0 is of another identity: weights w2 != w3"
+    assert result.status == "incomplete" and result.selected == ()
