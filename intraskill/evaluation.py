@@ -132,6 +132,8 @@ async def run(
 
     for _ in range(_PASSES):
         missing = [i for i in range(len(planned)) if i not in outcomes or not outcomes[i].scored]
+        if not missing:
+            break
         assigned = [Assignment(i, planned[i].task, planned[i].mask, planned[i].chunks) for i in missing]
         await collect_groups(dataclasses.replace(rollout, group_size=1), assigned, keep)
     ordered = tuple(outcomes[i] for i in range(len(planned)))
@@ -157,7 +159,7 @@ def _refuse_other_weights(condition: str, outcomes: Sequence[Outcome], digest: s
 
 
 def _refuse_outage(condition: str, outcomes: Sequence[Outcome]) -> None:
-    """Raises before anything is recorded when most episodes failed technically: what is recorded would never be played again."""
+    """Raises before anything is recorded when most episodes failed technically: that is an outage, not a gap to be filled later."""
     errors = [o.error for o in outcomes if not o.scored]
     if 2 * len(errors) > len(outcomes):
         raise InputError(

@@ -135,7 +135,8 @@ class _Served:
         except EngineError as e:  # its episodes will tell; without an answer their weights stay unconfirmed
             log.warning("the engine does not say which weights it serves: %s", e)
         else:
-            self._digests[health.weight_version] = health.digest
+            if health.ok:
+                self._digests[health.weight_version] = health.digest
 
     async def confirmed(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with the digest of every version that sampled it."""
