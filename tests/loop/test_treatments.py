@@ -278,8 +278,9 @@ async def test_what_a_gate_can_see_is_said_and_stored_before_its_masked_episodes
 async def test_nobody_pays_for_a_gate_that_cannot_tell_its_chunks_apart(tmp_path):
     found = await decide(tmp_path, "", validation__tasks=5)
     assert found["masked"] is None and [p.name for p in (tmp_path / "eval").iterdir()] == ["round000-bare"]
-    assert found["result"].problems == ("the design has rank 5 for 6 columns: use more tasks or samples",)
-    assert found["bank"] == BANK and found["said"][0] == "round 0: the design has rank 5 for 6 columns: use more tasks or samples"
+    problem = assignment.assign(POOL, seed=0, split="validation", task_ids=[t.id for t in TASKS[:5]]).problem
+    assert problem and found["result"].problems == (problem,)
+    assert found["bank"] == BANK and found["said"][0] == f"round 0: {problem}"
     assert set(read_json(tmp_path / "rounds/000/assignments.json")["content"]["power"]["detectable"].values()) == {None}
 
 
