@@ -22,10 +22,20 @@ def assignment(index):
 
 
 async def test_groups_come_back_in_order_and_reach_the_disk_as_they_finish():
-    # the first group's episodes are the slowest
-    engine = fakes.Engine(lambda s, t: DONE, delay=lambda s: 0.05 if s.noise[2] == 0 else 0.0)
-    written = []
-    groups = await collect_groups(rollout(engine), [assignment(i) for i in range(3)], lambda g: written.append(g.index))
+    written, others = [], asyncio.Event()
+
+    class Engine(fakes.Engine):
+        async def generate(self, *arguments, session, **more):
+            if session.noise[2] == 0:  # the first group's episodes end last
+                await others.wait()
+            return await super().generate(*arguments, session=session, **more)
+
+    def on_group(group):
+        written.append(group.index)
+        if len(written) == 2:
+            others.set()
+
+    groups = await collect_groups(rollout(Engine(lambda s, t: DONE)), [assignment(i) for i in range(3)], on_group)
     assert [g.index for g in groups] == [0, 1, 2] and [g.task.id for g in groups] == ["task-0", "task-1", "task-2"]
     assert written == [1, 2, 0]
     assert all(len(g.trajectories) == 2 and g.scored for g in groups)
