@@ -63,8 +63,8 @@ def inclusion(run: str | os.PathLike[str]) -> pd.DataFrame:
     rows = []
     for round_index, curriculum in _curricula(run).items():
         steps = rollouts[rollouts["round"] == round_index]
-        if not len(steps) or curriculum.withdraw_over:
-            continue  # nothing played yet; or, under withdrawal, a promise that changes with every group
+        if not len(steps) or curriculum.withdraw_over or curriculum.retrieve:
+            continue  # nothing played yet; or, under these treatments, a promise that changes with every group
         groups = steps["generated_groups"]
         free = steps["skill_free_rate"] * groups
         rows.append(_rate(round_index, "skill-free", curriculum.q, float(free.sum()), float(groups.sum())))
@@ -142,12 +142,16 @@ def gate_fits(run: str | os.PathLike[str]) -> pd.DataFrame:
 def validation(run: str | os.PathLike[str], outcome: str = "success") -> pd.DataFrame:
     """Validation before training and at each round's frozen checkpoint: at, arm, tasks, mean, low, high (task bootstrap).
 
-    A round's rows are the gate's own pairs. `at` is "start" or "round N".
+    A round's rows are the gate's own pairs; of a run without a gate, the round's bare evaluation. `at` is "start" or "round N".
     """
     rows = []
     if (pathlib.Path(run) / "eval" / BASE_VALIDATION).is_dir():
         rows.append({"at": "start", "arm": "bare", **summarize(scores(run, BASE_VALIDATION, outcome))})
-    for round_index, content in _gates(run).items():
+    measured = _gates(run, required=False)
+    if not measured:
+        for name in sorted(p.parent.name for p in pathlib.Path(run).glob("eval/round[0-9][0-9][0-9]-bare/episodes.jsonl")):
+            rows.append({"at": f"round {int(name[5:8])}", "arm": "bare", **summarize(scores(run, name, outcome))})
+    for round_index, content in measured.items():
         if outcome not in content["outcomes"]:
             continue
         column = content["outcomes"].index(outcome)
@@ -155,7 +159,7 @@ def validation(run: str | os.PathLike[str], outcome: str = "success") -> pd.Data
             means = statistics.task_means((r[0], float(r[field][column])) for r in content["rows"])
             rows.append({"at": f"round {round_index}", "arm": arm, **summarize(means)})
     if not rows:
-        raise InputError(f"no gate of {os.fspath(run)} has a pair that reports {outcome!r}")
+        raise InputError(f"{os.fspath(run)} has no validation that reports {outcome!r}; the run did not get that far")
     return pd.DataFrame(rows)
 
 
@@ -165,8 +169,8 @@ def progress(run: str | os.PathLike[str], outcome: str = "success") -> pd.DataFr
     return _compare(run, [(BASE_VALIDATION, name) for name in names], outcome)
 
 
-def _gates(run: str | os.PathLike[str]) -> dict[int, Mapping[str, Any]]:
-    return {i: records.read(path, "gate").content for i, path in _round_files(run, "gate.json").items()}
+def _gates(run: str | os.PathLike[str], *, required: bool = True) -> dict[int, Mapping[str, Any]]:
+    return {i: records.read(path, "gate").content for i, path in _round_files(run, "gate.json", required=required).items()}
 
 
 def _curricula(run: str | os.PathLike[str], *, required: bool = True) -> dict[int, Curriculum]:

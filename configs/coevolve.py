@@ -6,17 +6,16 @@ Not run by us: no accelerator was at hand. Four rounds of 20 steps generate 20,4
 published run took 209 to 245 s of rollout a step on four 80 GB devices. Mesh and numerics are for eight v5p chips; `launch/plan.py` shows what
 fits on which slice and names the settings for another (docs/plan.md). On GPUs set --config.model.attention=blocked. Until the SGLang client is
 there the engine is the embedded one in the training process, so one host must hold the policy, its optimizer state and the engine's caches.
+Controls are words after a colon, `configs/coevolve.py:plain_grpo`; see configs/treatments.py.
 """
 
 from ml_collections import ConfigDict
 
-from configs import pocket
+from configs import pocket, treatments
 
 
 def get_config(variant: str = "") -> ConfigDict:
-    """The published run; the only variant is the plain one."""
-    if variant:
-        raise ValueError(f"configs/coevolve.py has no variant {variant!r}; leave out the colon")
+    """The published run, or a treatment of it: words of configs/treatments.py, joined by commas."""
     config = pocket.get_config()
     config.name = "coevolve"
     config.model.update(
@@ -59,4 +58,5 @@ def get_config(variant: str = "") -> ConfigDict:
     )
     config.curriculum.update({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9})
     config.mesh.update({"data": 1, "fsdp": 8, "tensor": 1})
+    treatments.apply(config, variant.split(",") if variant else [], "configs/coevolve.py")
     return config

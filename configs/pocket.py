@@ -5,10 +5,13 @@
     python launch/train.py --config=configs/pocket.py:dev       the same on the dev catalogue, where the substrate was tuned
     python launch/train.py --config=configs/pocket.py:smoke     the same code at toy sizes, for tests
 
+A size may be followed by treatments, or treatments stand alone for the full schedule: `configs/pocket.py:demo,plain_grpo`; see configs/treatments.py.
 Every value can be overridden: `--config.grpo.learning_rate=3e-4`. Results are in docs/pocket.md; `--dry_run` estimates the duration.
 """
 
 from ml_collections import ConfigDict
+
+from configs import treatments
 
 
 def _full() -> ConfigDict:
@@ -31,6 +34,7 @@ def _full() -> ConfigDict:
         }
     )
     config.bank = ConfigDict({"path": "pocket/bank.json", "max_active": 10, "mechanisms": "pocket/mechanisms.json"})
+    config.bank.revision = "gated"  # who decides about the next bank: the gate; "ungated": nobody; "fixed": there is none
 
     # The shop: a synthetic world served over HTTP on a loopback port (0: any free one).
     config.shop = ConfigDict(
@@ -72,8 +76,10 @@ def _full() -> ConfigDict:
             "rows_per_microbatch": 3,
         }
     )
-    # scale 0: the largest contribution earns rho_max. withdraw_over N: guidance fades to nothing over N groups.
-    config.curriculum = ConfigDict({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9, "rho_unmeasured": 0.5, "scale": 0.0, "withdraw_over": 0})
+    # scale 0: the largest contribution earns rho_max. The last three are treatments: guidance fades to nothing over N groups; each task gets the K
+    # chunks nearest to it; every episode of a group has its own mask, which breaks the within-context comparison.
+    config.curriculum = ConfigDict({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9, "rho_unmeasured": 0.5, "scale": 0.0})
+    config.curriculum.update({"withdraw_over": 0, "retrieve": 0, "mixed": False})
 
     # The slow loop.
     config.analysis = ConfigDict({"max_cards": 16, "max_candidates": 6})
@@ -108,13 +114,14 @@ def _smoke(config: ConfigDict) -> None:
     config.analysis.max_cards = 4
 
 
-_VARIANTS = {"": lambda config: None, "demo": _demo, "dev": _dev, "smoke": _smoke, "plain_grpo": lambda config: config.curriculum.update({"q": 1.0})}
+_SIZES = {"demo": _demo, "dev": _dev, "smoke": _smoke}
 
 
 def get_config(variant: str = "") -> ConfigDict:
-    """The config named by the string after the colon."""
-    if variant not in _VARIANTS:
-        raise ValueError(f"configs/pocket.py has no variant {variant!r}; choose one of {[v for v in _VARIANTS if v]}")
+    """The config named by the string after the colon: a size, treatments, or both, joined by commas."""
+    words = variant.split(",") if variant else []
     config = _full()
-    _VARIANTS[variant](config)
+    if words and words[0] in _SIZES:
+        _SIZES[words.pop(0)](config)
+    treatments.apply(config, words, f"configs/pocket.py (sizes {', '.join(_SIZES)} go first)")
     return config

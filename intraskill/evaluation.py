@@ -1,7 +1,8 @@
 """Runs a policy over a split under given masks, and compares conditions task by task.
 
 A condition's directory is its record: `manifest.json` says what was run (weights, bank, sampling, prompts, shop), `episodes.jsonl` holds
-one line an episode, `summary.json` the figures. A condition whose summary is there, for the same manifest, is read instead of played again.
+one line an episode, `summary.json` the figures. A condition whose summary is there, for the same manifest, is read instead of played again;
+only what failed technically is played once more, so that a gate with gaps can be completed.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from intraskill.skills import gate, statistics
 from intraskill.types import Chunk, Group, InputError, Mask, Task, Trajectory
 
 COMPONENTS = ("r_type", "r_att", "r_opt", "r_price")
-SCHEMA = 1
+SCHEMA = 2
+_PASSES = 2  # over the episodes: what failed technically is played again when all others have ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +35,12 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One episode as every later stage needs it."""
+    """One episode as every later stage needs it. `injected` and `weights` are the trajectory's own, not what was planned."""
 
     task_id: str
     sample: int
     injected: tuple[str, ...]
+    weights: tuple[str, ...]
     status: str
     reward: float
     success: bool
@@ -53,9 +56,10 @@ class Outcome:
         return self.status != "technical"
 
     def observed(self, identity: gate.Identity) -> gate.Observed:
-        """The gate's view of this episode."""
+        """The gate's view of this episode: under the weights that sampled it, the rest of `identity` as its condition's manifest has it."""
         values = {"reward": self.reward, "success": float(self.success), **self.components}
-        return gate.Observed(self.task_id, self.sample, self.injected, values, identity, self.scored)
+        own = dataclasses.replace(identity, weights="+".join(self.weights))
+        return gate.Observed(self.task_id, self.sample, self.injected, values, own, self.scored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +67,14 @@ class Result:
     """One condition, played."""
 
     condition: str
+    identity: gate.Identity
     outcomes: tuple[Outcome, ...]
     summary: Mapping[str, Any]
+
+    @property
+    def observed(self) -> list[gate.Observed]:
+        """The gate's view of every episode."""
+        return [o.observed(self.identity) for o in self.outcomes]
 
     def by_task(self, field: str) -> dict[str, float]:
         """Mean of `reward` or `success` by task, over scored episodes."""
@@ -85,7 +95,10 @@ async def run(
     bank_sha256: str,
     on_episode: Callable[[], None] = lambda: None,
 ) -> Result:
-    """Plays `planned` (or reads what an earlier, complete run of the same manifest recorded) and writes the condition's directory.
+    """Plays `planned`, except what an earlier run of the same manifest recorded as scored, and writes the condition's directory.
+
+    Raises InputError, and leaves the directory as it was, when it holds another evaluation, when most episodes fail technically, and when the
+    engine served other weights than `identity` names.
 
     Args:
       directory: the condition's own.
@@ -104,25 +117,49 @@ async def run(
         "noise": list(rollout.noise),
         "episodes": [[c.task.id, c.sample, list(c.mask.chunk_ids)] for c in planned],
     }
+    outcomes: dict[int, Outcome] = {}
     if (directory / "summary.json").is_file():
         _require_same(directory, manifest)
-        return read(directory)
-    played = await collect_groups(
-        dataclasses.replace(rollout, group_size=1),
-        [Assignment(index, case.task, case.mask, case.chunks) for index, case in enumerate(planned)],
-        lambda _: on_episode(),
-    )
-    outcomes = tuple(outcome(group, case.sample) for group, case in zip(played, planned, strict=True))
-    _refuse_outage(condition, outcomes)
-    summary = summarise(condition, outcomes, identity, bank_sha256)
+        recorded = read(directory)
+        outcomes = dict(enumerate(recorded.outcomes))
+        if all(o.scored for o in recorded.outcomes):
+            return recorded
+
+    def keep(group: Group) -> None:
+        if group.index not in outcomes:
+            on_episode()
+        outcomes[group.index] = outcome(group, planned[group.index].sample)
+
+    for _ in range(_PASSES):
+        missing = [i for i in range(len(planned)) if i not in outcomes or not outcomes[i].scored]
+        if not missing:
+            break
+        assigned = [Assignment(i, planned[i].task, planned[i].mask, planned[i].chunks) for i in missing]
+        await collect_groups(dataclasses.replace(rollout, group_size=1), assigned, keep)
+    ordered = tuple(outcomes[i] for i in range(len(planned)))
+    _refuse_outage(condition, ordered)
+    _refuse_other_weights(condition, ordered, identity.weights)
+    summary = summarise(condition, ordered, identity, bank_sha256)
+    (directory / "summary.json").unlink(missing_ok=True)  # it says that the other two are whole, and belong together
     write_json(directory / "manifest.json", manifest)
-    write_text(directory / "episodes.jsonl", "".join(json.dumps(plain(dataclasses.asdict(o))) + "\n" for o in outcomes))
+    write_text(directory / "episodes.jsonl", "".join(json.dumps(plain(dataclasses.asdict(o))) + "\n" for o in ordered))
     write_json(directory / "summary.json", summary)
-    return Result(condition, outcomes, summary)
+    return Result(condition, identity, ordered, summary)
+
+
+def _refuse_other_weights(condition: str, outcomes: Sequence[Outcome], digest: str) -> None:
+    """Raises when an episode was sampled by weights that the engine did not confirm to be the frozen checkpoint's."""
+    others = [o for o in outcomes if o.scored and o.weights != (digest,)]
+    if others:
+        found = "+".join(w[:12] or "unconfirmed" for w in others[0].weights) or "none"
+        raise InputError(
+            f"{condition}: {len(others)} of {len(outcomes)} episodes were sampled by other weights than {digest[:12]}, "
+            f"e.g. task {others[0].task_id} by {found}; nothing is recorded: see that no engine restarts meanwhile, then resume the run"
+        )
 
 
 def _refuse_outage(condition: str, outcomes: Sequence[Outcome]) -> None:
-    """Raises before anything is recorded when most episodes failed technically: what is recorded would never be played again."""
+    """Raises before anything is recorded when most episodes failed technically: that is an outage, not a gap to be filled later."""
     errors = [o.error for o in outcomes if not o.scored]
     if 2 * len(errors) > len(outcomes):
         raise InputError(
@@ -139,10 +176,17 @@ def _require_same(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read(directory: Path) -> Result:
-    """The condition that `run` recorded in `directory`."""
-    rows = [json.loads(line) for line in (directory / "episodes.jsonl").read_text().splitlines()]
-    outcomes = tuple(Outcome(**{**row, "injected": tuple(row["injected"])}) for row in rows)
-    return Result(read_json(directory / "manifest.json")["condition"], outcomes, read_json(directory / "summary.json"))
+    """The condition that `run` recorded in `directory`. Raises InputError for a damaged record, one with an episode twice among others."""
+    manifest, path = read_json(directory / "manifest.json"), directory / "episodes.jsonl"
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        outcomes = tuple(Outcome(**{**row, "injected": tuple(row["injected"]), "weights": tuple(row["weights"])}) for row in rows)
+        identity, planned = gate.Identity(**manifest["identity"]), [(task, sample) for task, sample, _ in manifest["episodes"]]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove {directory} to have it played again") from error
+    if [(o.task_id, o.sample) for o in outcomes] != planned:
+        raise InputError(f"{path} does not hold each episode of its manifest once, in order; remove {directory} to have it played again")
+    return Result(manifest["condition"], identity, outcomes, read_json(directory / "summary.json"))
 
 
 def outcome(group: Group, sample: int) -> Outcome:
@@ -152,7 +196,8 @@ def outcome(group: Group, sample: int) -> Outcome:
     return Outcome(
         task_id=group.task.id,
         sample=sample,
-        injected=group.mask.chunk_ids,
+        injected=trajectory.injected,
+        weights=trajectory.weights,
         status=str(trajectory.status),
         reward=trajectory.reward,
         success=trajectory.success,

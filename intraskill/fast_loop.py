@@ -21,6 +21,7 @@ from intraskill.rollout import records
 from intraskill.rollout.collect import Assignment, collect_until
 from intraskill.run_directory import write_json
 from intraskill.skills import curriculum as curricula
+from intraskill.skills import retrieval
 from intraskill.skills.bank import Bank
 from intraskill.skills.curriculum import Curriculum
 from intraskill.types import Chunk, Group, Mask, MaskKind, Published, Task
@@ -43,6 +44,16 @@ def task_of(tasks: Sequence[Task], seed: int, group_index: int) -> Task:
     return tasks[_order(seed, epoch, len(tasks))[place]]
 
 
+def guide(curriculum: Curriculum, bank: Bank, index: int, task: Task, group_size: int) -> Assignment:
+    """The group as the curriculum wants it: one mask for all its episodes, except where guidance is mixed."""
+    if curriculum.mixed:
+        masks = [curricula.mask(curriculum, index, episode=e) for e in range(group_size)]
+        return Assignment(index, task, Mask(MaskKind.MIXED), (), tuple((m, chunks_of(bank, m)) for m in masks))
+    retrieved = retrieval.nearest(bank, task, curriculum.retrieve) if curriculum.retrieve else None
+    mask = curricula.mask(curriculum, index, retrieved=retrieved)
+    return Assignment(index, task, mask, chunks_of(bank, mask))
+
+
 def group_path(parts: Parts, round_index: int, index: int) -> Path:
     return parts.run.round(round_index) / "groups" / f"{index:08d}.json"
 
@@ -54,8 +65,7 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
     parts.progress.start(f"step {step}: rollout", settings.oversample)
 
     def assign(index: int) -> Assignment:
-        mask = curricula.mask(curriculum, index)
-        return Assignment(index, task_of(parts.tasks["train"], parts.config.seed, index), mask, chunks_of(bank, mask))
+        return guide(curriculum, bank, index, task_of(parts.tasks["train"], parts.config.seed, index), settings.group_size)
 
     def keep(group: Group) -> None:
         write_json(group_path(parts, round_index, group.index), records.to_json(group))
@@ -76,8 +86,9 @@ def rollout_metrics(groups: Sequence[Group], bank: Bank) -> dict[str, Any]:
     """Figures over ALL generated, scored episodes; what the trainer admitted is counted apart."""
     episodes = [t for g in groups for t in g.trajectories]
     scored = [t for t in episodes if t.scored]
-    assisted = [g for g in groups if g.mask.kind == MaskKind.ASSISTED]
-    included = Counter(i for g in assisted for i in g.mask.chunk_ids)
+    masks = [m for g in groups for m in g.masks]
+    assisted = [m for m in masks if m.kind != MaskKind.SKILL_FREE]
+    included = Counter(i for m in assisted for i in m.chunk_ids)
 
     def mean(values: list[float]) -> float:
         return float(np.mean(values)) if values else 0.0
@@ -94,8 +105,9 @@ def rollout_metrics(groups: Sequence[Group], bank: Bank) -> dict[str, Any]:
         "tokens_sampled": sum(sum(t.loss_mask) for t in episodes),
         "protocol_errors": mean([num_protocol_errors(t) for t in scored]),
         "invalid_actions": mean([num_invalid_actions(t) for t in scored]),
-        "skill_free_rate": mean([float(g.mask.kind == MaskKind.SKILL_FREE) for g in groups]),
+        "skill_free_rate": mean([float(m.kind == MaskKind.SKILL_FREE) for m in masks]),
         "inclusion": {i: included[i] / len(assisted) if assisted else 0.0 for i in bank.ids},
+        "mixed_groups": sum(g.mask.kind == MaskKind.MIXED for g in groups),  # their advantages compare contexts
     }
 
 

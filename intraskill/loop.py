@@ -34,9 +34,9 @@ async def run(parts: Parts) -> dict[str, Any]:
         cases = await slow_loop.retry(parts, groups, bank, index)
         cards = await slow_loop.analyse(parts, cases, bank, index)
         pool = slow_loop.compile_candidates(parts, cards, bank, index)
-        result, bare, masked = await slow_loop.gate_round(parts, published, pool, index)
+        bare, masked, result = await slow_loop.gate_round(parts, published, pool, index)
         bank, curriculum = slow_loop.next_round(parts, bank, curriculum, pool, result, index)
-        summary.write_round(parts, index, bare, masked, pool, result, cases, time.time() - began)
+        summary.write_round(parts, index, bare, masked, pool, result, bank, cases, time.time() - began)
     bank, _ = slow_loop.load_round(parts, parts.config.schedule.rounds)
     published, _ = await fast_loop.sync(parts, state, position.step)
     final = await conditions(parts, published, bank, "final", "final-full")
@@ -54,13 +54,13 @@ async def baseline(parts: Parts, bank: Bank) -> dict[str, Result]:
 
 
 async def conditions(parts: Parts, published: Published, bank: Bank, bare: str, full: str) -> dict[str, Result]:
-    """The test split without skills and with the whole bank."""
+    """The test split without skills and with the bank."""
     tasks, samples = parts.tasks["test"][: parts.config.test.tasks], parts.config.test.samples
-    planned = {bare: (Mask.skill_free(), ()), full: (bank.full_mask, bank.chunks)}
-    return {
-        name: await slow_loop.play(parts, name, TEST, evaluation.cases(tasks, samples, mask, tuple(chunks)), published, bank)
-        for name, (mask, chunks) in planned.items()
+    planned = {
+        bare: evaluation.cases(tasks, samples, Mask.skill_free(), ()),
+        full: slow_loop.guided_cases(parts, bank, tasks, samples),
     }
+    return {name: await slow_loop.play(parts, name, TEST, cases, published, bank) for name, cases in planned.items()}
 
 
 async def fast_round(

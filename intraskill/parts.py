@@ -38,6 +38,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 TRAIN, RETRY, VALIDATE_BARE, VALIDATE_MASKED, TEST = range(5)
 
 
+REVISIONS = ("gated", "ungated", "fixed")  # who decides about the next bank; see slow_loop
+
 # The least value of each size; what must fit together is checked in `check_settings` and where the parts are built.
 ROLLOUT_SIZES = {
     "seed": 0,
@@ -68,6 +70,8 @@ _SIZES = {
     "shop.train": 1,
     "shop.validation": 1,
     "shop.test": 1,
+    "curriculum.withdraw_over": 0,
+    "curriculum.retrieve": 0,
     "mesh.data": 1,
     "mesh.fsdp": 1,
     "mesh.tensor": 1,
@@ -108,6 +112,11 @@ def check_settings(config: Any) -> None:
     if not (0 <= chances.q <= 1 and 0 <= chances.rho_min <= chances.rho_max <= 1 and 0 <= chances.rho_unmeasured <= 1):
         values = ", ".join(f"{k} = {v}" for k, v in sorted(chances.items()))
         raise InputError(f"curriculum: {values}: all are probabilities, and rho_min may not exceed rho_max")
+    if config.bank.revision not in REVISIONS:
+        raise InputError(f"bank.revision = {config.bank.revision!r}: must be one of {', '.join(REVISIONS)}")
+    if chances.retrieve and (chances.mixed or chances.withdraw_over):
+        given = f"mixed = {chances.mixed}, withdraw_over = {chances.withdraw_over}"
+        raise InputError(f"curriculum.retrieve = {chances.retrieve} with {given}: what is retrieved is not drawn, so choose one")
 
 
 def packing_options(config: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a run will do and roughly need, worked out from its config before it starts."""
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import rich.table
 from intraskill.models.qwen35 import hf
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.model import abstract_params
+from intraskill.skills import assignment
+from intraskill.skills.bank import Bank
 
 # Share of the machine's matrix-product rate that each kind of work reaches with the pocket model on two CPU cores. The estimate of time
 # is good to a factor of about two there while nothing else runs, and says so; for an accelerator it means nothing.
@@ -25,7 +28,11 @@ _RECORD_BYTES_PER_TOKEN = 60  # group files: ids, log-probs, texts
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Counts are exact, seconds and bytes are estimates."""
+    """Counts are exact, seconds and bytes are estimates.
+
+    `detectable_effect` is what a gate with every candidate finds four times in five if bare and masked success were independent and 50%, the worst
+    case; infinite when it could not tell its chunks apart, 0 for a run without a gate.
+    """
 
     num_params: int
     tasks: dict[str, int]
@@ -35,6 +42,7 @@ class Plan:
     generated_episodes: int
     trained_episodes: int
     evaluated_episodes: int
+    detectable_effect: float
     seconds: float
     memory_bytes: int
     disk_bytes: int
@@ -62,7 +70,9 @@ def of(config: Any) -> Plan:
     steps = schedule.rounds * schedule.steps_per_round
     generated = steps * rollout.oversample * rollout.group_size
     trained = steps * rollout.groups_per_step * rollout.group_size
-    validation = config.validation.tasks * config.validation.samples * (1 + 2 * schedule.rounds)
+    pairs, gated = config.validation.tasks * config.validation.samples, config.bank.revision == "gated"
+    columns = len(Bank.load(config.bank.path).chunks) + config.analysis.max_candidates
+    validation = pairs * (1 + (2 if gated else 1) * schedule.rounds)
     evaluated = validation + 4 * config.test.tasks * config.test.samples
     params = _count_params(shape)
     tokens = rollout.max_context * _EPISODE_TOKENS
@@ -83,10 +93,19 @@ def of(config: Any) -> Plan:
         generated_episodes=generated,
         trained_episodes=trained,
         evaluated_episodes=evaluated,
+        detectable_effect=assignment.expected_effect(pairs, columns, assignment.independent_sigma(0.5)) if gated else 0.0,
         seconds=seconds,
         memory_bytes=6 * state + caches + activations + (1 << 30),
         disk_bytes=3 * state * (config.checkpoint.keep + 1) + 3 * state + int((generated + evaluated / 8) * tokens * _RECORD_BYTES_PER_TOKEN),
     )
+
+
+def _describe_gate(plan: Plan) -> str:
+    if not plan.detectable_effect:
+        return "none"
+    if math.isinf(plan.detectable_effect):
+        return "too few pairs to tell the chunks apart when all candidates come: raise validation.tasks or validation.samples"
+    return f"finds effects of {plan.detectable_effect:.2f} reward four times in five at worst, smaller ones where outcomes of a pair agree"
 
 
 def show(plan: Plan, directory: Path, console: rich.console.Console | None = None) -> None:
@@ -99,6 +118,7 @@ def show(plan: Plan, directory: Path, console: rich.console.Console | None = Non
         "tasks": ", ".join(f"{count:,} {split}" for split, count in plan.tasks.items()),
         "schedule": f"{plan.rounds} rounds, {plan.steps} steps, {plan.updates} updates",
         "episodes": f"{generated}, {plan.trained_episodes:,} trained on, {plan.evaluated_episodes:,} evaluated",
+        "gate": _describe_gate(plan),
         "time": f"about {plan.seconds / 60:.0f} min on this machine, within a factor of two when nothing else runs",
         "memory": f"about {plan.memory_bytes / 1e9:.1f} GB",
         "disk": f"about {plan.disk_bytes / 1e6:.0f} MB",

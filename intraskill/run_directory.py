@@ -10,7 +10,6 @@ import datetime
 import enum
 import errno
 import fcntl
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -61,19 +60,14 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{value!r} of type {type(value).__name__} has no JSON form; convert it where the record is built")
 
 
-def sha256_of(value: Any) -> str:
-    """The sha256 of a value's canonical JSON (sorted keys, no spaces): equal content, equal digest."""
-    return hashlib.sha256(json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
-
-
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Reads a JSON file; one that is missing or broken is an `InputError`."""
+    """Reads a JSON file; one that is missing, unreadable or broken is an `InputError`."""
     try:
-        return json.loads(pathlib.Path(path).read_text())
-    except FileNotFoundError:
-        raise InputError(f"{os.fspath(path)} does not exist; is this the directory of a run?") from None
+        return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as e:
-        raise InputError(f"{os.fspath(path)} is not valid JSON ({e}); restore it from a copy, or start a new run") from None
+        raise InputError(f"{os.fspath(path)} is not JSON ({e}); restore it from a copy, or write it again") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"{os.fspath(path)} cannot be read ({e}); check the path") from None
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:

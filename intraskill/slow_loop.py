@@ -1,4 +1,8 @@
-"""The slow loop's arrows: retry, analysis, candidates, validation, gate, next bank and curriculum, at one frozen checkpoint."""
+"""The slow loop's arrows: retry, analysis, candidates, validation, gate, next bank and curriculum, at one frozen checkpoint.
+
+`bank.revision` says who decides about the bank: "gated" is the method; "ungated" takes the analyst's candidates on trust; "fixed" keeps the bank, so
+there is nothing to retry, analyse or measure. Bare validation is played in any case.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,14 +14,14 @@ from intraskill.parts import RETRY, VALIDATE_BARE, VALIDATE_MASKED, Parts
 from intraskill.rollout import records
 from intraskill.rollout.collect import Assignment, collect_groups
 from intraskill.run_directory import read_json, write_json
-from intraskill.skills import assignment, compiler, gate, triage
+from intraskill.skills import assignment, compiler, gate, retrieval, triage
 from intraskill.skills import curriculum as curricula
-from intraskill.skills.bank import Bank, CandidatePool
+from intraskill.skills.bank import Bank, CandidatePool, adopt
 from intraskill.skills.cards import Card
 from intraskill.skills.curriculum import Curriculum
 from intraskill.skills.gate import next_bank
 from intraskill.skills.ledger import Ledger, measured
-from intraskill.types import Group, InputError, Mask, Published, Task
+from intraskill.types import Group, InputError, Mask, MaskKind, Published, Task
 
 
 def groups_of_round(parts: Parts, round_index: int, position: Position) -> list[Group]:
@@ -29,6 +33,8 @@ def groups_of_round(parts: Parts, round_index: int, position: Position) -> list[
 async def retry(parts: Parts, groups: Sequence[Group], bank: Bank, round_index: int) -> list[triage.Case]:
     """Plays each all-wrong group's task once more with the full bank; the verdicts, written beside the groups."""
     cases = [triage.triage(group) for group in groups]
+    if parts.config.bank.revision == "fixed":
+        return cases
     waiting = [c for c in cases if c.triage == triage.Triage.RETRY]
     parts.progress.start(f"round {round_index}: retries", len(waiting))
     mask = bank.full_mask
@@ -110,39 +116,88 @@ async def play(parts: Parts, name: str, stream: int, planned: Sequence[Case], pu
     return result
 
 
-async def gate_round(parts: Parts, published: Published, pool: CandidatePool, round_index: int) -> tuple[gate.GateResult, Result, Result]:
-    """Bare and masked validation of current chunks and candidates together at the frozen checkpoint, and what the gate makes of them."""
-    directory, settings = parts.run.round(round_index), parts.config.validation
-    by_id = {task.id: task for task in validation_tasks(parts)}
-    # A seed for each round: with one for all, a chunk that stays active would meet the same tasks every time.
-    seed = parts.config.seed * 1000 + round_index
-    plan = assignment.assign(pool, seed=seed, split="validation", task_ids=list(by_id), samples=settings.samples)
-    plan.save(directory / "assignments.json")
+def guided_cases(parts: Parts, bank: Bank, tasks: Sequence[Task], samples: int) -> list[Case]:
+    """The tasks with the guidance that a user of the trained policy would give: the whole bank, or what is retrieved for each task."""
+    num = parts.config.curriculum.retrieve
+    if not num:
+        return evaluation.cases(tasks, samples, bank.full_mask, bank.chunks)
+    masks = [Mask(MaskKind.RETRIEVED, retrieval.nearest(bank, task, num)) for task in tasks]
+    return [case for task, mask in zip(tasks, masks, strict=True) for case in evaluation.cases([task], samples, mask, chunks_of(bank, mask))]
+
+
+async def gate_round(
+    parts: Parts, published: Published, pool: CandidatePool, round_index: int
+) -> tuple[Result, Result | None, gate.GateResult | None]:
+    """Bare and masked validation of current chunks and candidates together at the frozen checkpoint, and what the gate makes of them.
+
+    Returns the bare result, the masked one (None where none was played) and the gate's (None for a run without one).
+
+    Raises InputError when episodes are missing: the run stops, and plays them when it is resumed. If that fails too, the gate stays incomplete.
+    """
     bare = await bare_validation(parts, published, pool.bank, f"round{round_index:03d}-bare")
-    planned = [Case(by_id[a.task_id], a.sample, a.mask, tuple(pool.chunks[i] for i in a.chunk_ids)) for a in plan.assignments]
-    masked = await play(parts, f"round{round_index:03d}-masked", VALIDATE_MASKED, planned, published, pool.bank)
-    identity = parts.identity(published.digest)
-    result = gate.run(
-        plan,
-        [o.observed(identity) for o in bare.outcomes],
-        [o.observed(identity) for o in masked.outcomes],
-        identity,
-        max_active=parts.config.bank.max_active,
-    )
-    result.save(directory / "gate.json")
+    if parts.config.bank.revision != "gated":
+        return bare, None, None
+    plan = plan_gate(parts, pool, bare, round_index)
+    masked = None if plan.problem else await masked_validation(parts, published, pool, plan, f"round{round_index:03d}-masked")
+    observed = masked.observed if masked else ()
+    result = gate.run(plan, bare.observed, observed, parts.identity(published.digest), max_active=parts.config.bank.max_active)
+    path = parts.run.round(round_index) / "gate.json"
+    stop = bool(result.problems) and not plan.problem and not path.is_file()
+    result.save(path)
+    if stop:
+        raise InputError(
+            f"round {round_index}: the gate is incomplete and selects nothing: {len(result.problems)} problems, e.g. {result.problems[0]}; see "
+            f"{path}, look at the engine's and the shop's logs, then resume the run: only the missing episodes are played"
+        )
     _ledger(parts).append(measured(pool, result, round_index))
     for problem in result.problems[:3]:
         parts.progress.say(f"round {round_index}: the gate is incomplete and changes nothing: {problem}")
-    return result, bare, masked
+    return bare, masked, result
+
+
+def plan_gate(parts: Parts, pool: CandidatePool, bare: Result, round_index: int) -> assignment.Plan:
+    """The gate's assignments and, said and recorded before a masked episode is paid for, the effects that they can find."""
+    # A seed for each round: with one for all, a chunk that stays active would meet the same tasks every time.
+    seed = parts.config.seed * 1000 + round_index
+    ids = [task.id for task in validation_tasks(parts)]
+    plan = assignment.assign(pool, seed=seed, split="validation", task_ids=ids, samples=parts.config.validation.samples)
+    plan = assignment.with_power(plan, *_residual(parts, bare, round_index))
+    plan.save(parts.run.round(round_index) / "assignments.json")
+    assert plan.power is not None
+    parts.progress.say(f"round {round_index}: {plan.problem or plan.power.describe(len(plan.assignments))}")
+    return plan
+
+
+def _residual(parts: Parts, bare: Result, round_index: int) -> tuple[float, str]:
+    """The standard deviation to expect of a pair's difference, and where it is from: the last gate's residual, else independent outcomes."""
+    path = parts.run.round(round_index - 1) / "gate.json"
+    if round_index and path.is_file():
+        earlier = gate.GateResult.load(path)
+        sigma = earlier.fits[earlier.outcome].sigma if earlier.status == "complete" and earlier.fits else None
+        if sigma:
+            return sigma, f"the residual of round {round_index - 1}"
+    scored = [o.success for o in bare.outcomes if o.scored]
+    rate = (sum(scored) + 1) / (len(scored) + 2)  # never 0 or 1, which would promise that everything is seen
+    return assignment.independent_sigma(rate), f"as if bare and masked success, {rate:.0%}, were independent"
+
+
+async def masked_validation(parts: Parts, published: Published, pool: CandidatePool, plan: assignment.Plan, name: str) -> Result:
+    """The validation tasks under the plan's masks at `published`."""
+    by_id = {task.id: task for task in validation_tasks(parts)}
+    planned = [Case(by_id[a.task_id], a.sample, a.mask, tuple(pool.chunks[i] for i in a.chunk_ids)) for a in plan.assignments]
+    return await play(parts, name, VALIDATE_MASKED, planned, published, pool.bank)
 
 
 def next_round(
-    parts: Parts, bank: Bank, curriculum: Curriculum, pool: CandidatePool, result: gate.GateResult, round_index: int
+    parts: Parts, bank: Bank, curriculum: Curriculum, pool: CandidatePool, result: gate.GateResult | None, round_index: int
 ) -> tuple[Bank, Curriculum]:
-    """The bank and curriculum that the gate's decision leads to; both stay as they are when the gate is incomplete."""
-    if result.status == "complete":
+    """The next round's bank and curriculum: what the gate decided, or the candidates on trust, or both as they were, as after an incomplete gate."""
+    if result is not None and result.status == "complete":
         bank = next_bank(pool, result, round_index=round_index)
         curriculum = make_curriculum(parts.config, bank, result.contributions)
+    elif parts.config.bank.revision == "ungated" and pool.candidates:
+        bank = adopt(pool, parts.config.bank.max_active)
+        curriculum = make_curriculum(parts.config, bank, {})
     save_round(parts, bank, curriculum, round_index + 1)
     return bank, curriculum
 
@@ -160,6 +215,8 @@ def make_curriculum(config: Any, bank: Bank, contributions: Mapping[str, float])
         rho_unmeasured=settings.rho_unmeasured,
         scale=settings.scale or None,
         withdraw_over=settings.withdraw_over,
+        retrieve=settings.retrieve,
+        mixed=settings.mixed,
     )
 
 

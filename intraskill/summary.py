@@ -9,7 +9,7 @@ from intraskill.evaluation import Result
 from intraskill.parts import Parts
 from intraskill.run_directory import read_json, write_json
 from intraskill.skills import gate, triage
-from intraskill.skills.bank import CandidatePool
+from intraskill.skills.bank import Bank, CandidatePool
 
 SCHEMA = 1
 
@@ -27,26 +27,27 @@ def write_round(
     parts: Parts,
     index: int,
     bare: Result,
-    masked: Result,
+    masked: Result | None,
     pool: CandidatePool,
-    result: gate.GateResult,
+    result: gate.GateResult | None,
+    next_bank: Bank,
     cases: Sequence[triage.Case],
     seconds: float,
 ) -> None:
-    """`rounds/NNN/summary.json`."""
+    """`rounds/NNN/summary.json`; what only a gate measures is null where none ran."""
     record = {
         "schema_version": SCHEMA,
         "round": index,
         "bare_success": bare.summary["success"],
-        "masked_success": masked.summary["success"],
+        "masked_success": masked.summary["success"] if masked else None,
         "bare_reward": bare.summary["reward"],
-        "masked_reward": masked.summary["reward"],
-        "num_pairs": len(result.pairs.tasks),
+        "masked_reward": masked.summary["reward"] if masked else None,
+        "num_pairs": len(result.pairs.tasks) if result else 0,
         "bank_size": len(pool.bank.chunks),
         "candidates": [c.chunk.id for c in pool.candidates],
-        "admitted": [i for i in result.selected if i not in pool.bank.ids],
-        "selected": list(result.selected),
-        "gate": result.status,
+        "admitted": [i for i in next_bank.ids if i not in pool.bank.ids],
+        "selected": list(result.selected) if result else list(next_bank.ids),
+        "gate": result.status if result else "none",
         "triage": triage.counts(cases),
         "seconds": seconds,
     }
@@ -63,6 +64,7 @@ def write(parts: Parts, base: Mapping[str, Result], final: Mapping[str, Result],
         "schema_version": SCHEMA,
         "name": parts.config.name,
         "seed": seed,
+        "within_context": not parts.config.curriculum.mixed,  # whether advantages compared episodes of one context only
         "base_validation": dict(base["base-validation"].summary),
         "rounds": rounds,
         "test": {name: dict(result.summary) for name, result in test.items()},

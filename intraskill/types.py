@@ -84,6 +84,8 @@ class MaskKind(enum.StrEnum):
     SKILL_FREE = "skill_free"  # drawn with probability q, or a bare evaluation: no skill by design
     ASSISTED = "assisted"  # each chunk drawn on its own; may come out empty, which is not the same as skill-free
     FULL = "full"  # the whole bank: retries and full-skill evaluations
+    RETRIEVED = "retrieved"  # a treatment: the chunks nearest to the task's words
+    MIXED = "mixed"  # a treatment: each episode of the group has a mask of its own, so advantages compare contexts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,8 @@ class Mask:
     chunk_ids: tuple[str, ...] = ()
 
     def __post_init__(self):
-        require(self.kind != MaskKind.SKILL_FREE or not self.chunk_ids, f"a skill-free mask carries no chunk, got {self.chunk_ids}")
+        empty = self.kind in (MaskKind.SKILL_FREE, MaskKind.MIXED)
+        require(not empty or not self.chunk_ids, f"a mask that is {self.kind} carries no chunk itself, got {self.chunk_ids}")
         require(len(set(self.chunk_ids)) == len(self.chunk_ids), f"duplicate chunk in mask {self.chunk_ids}")
 
     @classmethod
@@ -204,6 +207,9 @@ class Trajectory:
 
     Invariants: tokens, loss_mask and logprobs have one length; a log-prob is 0 where loss_mask is False and finite where it is True;
     the sampled ids of the turns, in order, are exactly the tokens under loss_mask.
+
+    `injected` are the chunks whose texts the prompt was made of, noted where it was made. `weights` has, for each weight version that sampled
+    the episode, oldest first, the digest that the engine confirmed; "" where it could no longer say.
     """
 
     tokens: tuple[int, ...]
@@ -215,6 +221,8 @@ class Trajectory:
     success: bool
     reward_detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     error: str = ""  # what went wrong, when status is TECHNICAL
+    injected: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
 
     def __post_init__(self):
         lengths = {len(self.tokens), len(self.loss_mask), len(self.logprobs)}
@@ -232,12 +240,25 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """One task, one mask, several episodes: the unit that advantages compare within."""
+    """One task, one mask, several episodes: the unit that advantages compare within.
+
+    Only where a treatment mixes guidance within groups is `mask` of kind MIXED, and `own_masks` has one mask for each episode.
+    """
 
     index: int  # position in the run's stream of groups; the mask is a pure function of (curriculum, index)
     task: Task
     mask: Mask
     trajectories: tuple[Trajectory, ...]
+    own_masks: tuple[Mask, ...] = ()
+
+    def __post_init__(self):
+        wanted = len(self.trajectories) if self.mask.kind == MaskKind.MIXED else 0
+        require(len(self.own_masks) == wanted, f"group {self.index} is {self.mask.kind}: {wanted} masks of episodes expected, got {self.own_masks}")
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        """The mask of each episode."""
+        return self.own_masks or (self.mask,) * len(self.trajectories)
 
     @property
     def scored(self) -> bool:

@@ -1,5 +1,4 @@
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -158,16 +157,11 @@ def test_plain():
         run_directory.plain({"a": object()})
 
 
-def test_sha256_is_of_the_content_not_of_the_order():
-    assert run_directory.sha256_of({"b": 1, "a": "é"}) == hashlib.sha256('{"a":"é","b":1}'.encode()).hexdigest()
-    assert run_directory.sha256_of({"a": "é", "b": 1}) == run_directory.sha256_of({"b": 1, "a": "é"})
-
-
 def test_read_json_names_the_file(tmp_path):
-    with pytest.raises(InputError, match=r"gone.json does not exist"):
+    with pytest.raises(InputError, match=r"gone.json cannot be read"):
         run_directory.read_json(tmp_path / "gone.json")
     (tmp_path / "bad.json").write_text('{"a": ')
-    with pytest.raises(InputError, match=r"bad.json is not valid JSON"):
+    with pytest.raises(InputError, match=r"bad.json is not JSON"):
         run_directory.read_json(tmp_path / "bad.json")
 
 

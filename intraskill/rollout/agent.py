@@ -62,6 +62,7 @@ class _Record:
     loss_mask: list[bool] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     turns: list[Turn] = dataclasses.field(default_factory=list)
+    injected: tuple[str, ...] = ()
 
     def force(self, ids: Sequence[int]) -> None:
         self._extend(ids, [0.0] * len(ids), False)
@@ -88,6 +89,7 @@ class _Record:
             success=result.success if result else False,
             reward_detail=result.reward_detail if result else {},
             error=error,
+            injected=self.injected,
         )
 
 
@@ -151,6 +153,7 @@ async def _play(
     if opened.task.id != task.id:
         raise _Broken(f"the shop opened task {opened.task.id!r} where {task.id!r} was asked")
     record.force(chat.prompt(task, chunks, opened.observation))
+    record.injected = tuple(c.id for c in chunks)
     if len(record.tokens) >= limits.max_context:
         length = len(record.tokens)
         raise _Broken(f"the first prompt has {length} tokens, the context limit is {limits.max_context}: raise the limit or shorten the bank")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from intraskill.rollout.agent import Limits, run_episode
-from intraskill.types import Chunk, Engine, Group, Mask, Sampling, Session, Shop, Task, Trajectory, require
+from intraskill.types import Chunk, Engine, EngineError, Group, Mask, MaskKind, Sampling, Session, Shop, Task, Trajectory, require
 
 if TYPE_CHECKING:
     from intraskill.rollout.chat import Chat
@@ -24,16 +24,26 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """A group before it is played. `chunks` are the mask's chunks, in its order."""
+    """A group before it is played. `chunks` are the mask's chunks, in its order.
+
+    Under a MIXED mask `own` has a mask and its chunks for each episode of the group.
+    """
 
     index: int
     task: Task
     mask: Mask
     chunks: tuple[Chunk, ...]
+    own: tuple[tuple[Mask, tuple[Chunk, ...]], ...] = ()
 
     def __post_init__(self):
-        ids = tuple(c.id for c in self.chunks)
-        require(ids == self.mask.chunk_ids, f"group {self.index}: chunks {ids} are not those of the mask, {self.mask.chunk_ids}")
+        require((self.mask.kind == MaskKind.MIXED) == bool(self.own), f"group {self.index}: a mask for each episode belongs to a mixed group only")
+        for mask, chunks in ((self.mask, self.chunks), *self.own):
+            ids = tuple(c.id for c in chunks)
+            require(ids == mask.chunk_ids, f"group {self.index}: chunks {ids} are not those of the mask, {mask.chunk_ids}")
+
+    def chunks_of(self, episode: int) -> tuple[Chunk, ...]:
+        """What the prompt of one episode carries."""
+        return self.own[episode][1] if self.own else self.chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +87,11 @@ async def collect_groups(rollout: Rollout, assignments: Iterable[Assignment], on
       The groups in the order of `assignments`, whichever finished first. When anything raises, or the caller is cancelled, every
       episode still in play is closed before this raises.
     """
-    places = asyncio.Semaphore(rollout.concurrency)
+    places, served = asyncio.Semaphore(rollout.concurrency), _Served(rollout.engine)
+    await served.ask()
 
     async def collect(assignment: Assignment) -> Group:
-        group = await collect_group(rollout, assignment, places)
+        group = await _collect_group(rollout, assignment, places, served)
         on_group(group)
         return group
 
@@ -111,23 +122,49 @@ async def collect_until(
     return groups
 
 
-async def collect_group(rollout: Rollout, assignment: Assignment, places: asyncio.Semaphore) -> Group:
+class _Served:
+    """Which weights the engine served while a collection was played, by the engine's own word."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._digests: dict[int, str] = {}
+
+    async def ask(self) -> None:
+        try:
+            health = await self._engine.healthy()
+        except EngineError as e:  # its episodes will tell; without an answer their weights stay unconfirmed
+            log.warning("the engine does not say which weights it serves: %s", e)
+        else:
+            if health.ok:
+                self._digests[health.weight_version] = health.digest
+
+    async def confirmed(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the digest of every version that sampled it."""
+        versions = dict.fromkeys(v for turn in trajectory.turns for v in turn.completion.weight_versions)
+        if not versions.keys() <= self._digests.keys():  # the weights changed meanwhile
+            await self.ask()
+        return dataclasses.replace(trajectory, weights=tuple(self._digests.get(v, "") for v in versions))
+
+
+async def _collect_group(rollout: Rollout, assignment: Assignment, places: asyncio.Semaphore, served: _Served) -> Group:
     """Plays one group; each of its episodes takes one of `places` while it is in play."""
-    trajectories = await _all(_collect_episode(rollout, assignment, e, places) for e in range(rollout.group_size))
-    return Group(assignment.index, assignment.task, assignment.mask, tuple(trajectories))
+    size = rollout.group_size
+    require(len(assignment.own) in (0, size), f"group {assignment.index} has masks for {len(assignment.own)} episodes, and {size} to play")
+    trajectories = await _all(_collect_episode(rollout, assignment, e, places, served) for e in range(size))
+    return Group(assignment.index, assignment.task, assignment.mask, tuple(trajectories), tuple(mask for mask, _ in assignment.own))
 
 
-async def _collect_episode(rollout: Rollout, assignment: Assignment, episode: int, places: asyncio.Semaphore) -> Trajectory:
+async def _collect_episode(rollout: Rollout, assignment: Assignment, episode: int, places: asyncio.Semaphore, served: _Served) -> Trajectory:
     noise = (*rollout.noise, assignment.index, episode)
     name = "-".join(map(str, noise))
     for attempt in itertools.count(1):
         session = Session(f"{name}-{attempt}", noise)
         async with places:
             trajectory = await run_episode(
-                rollout.engine, rollout.shop, rollout.chat, assignment.task, assignment.chunks, session, rollout.sampling, rollout.limits
+                rollout.engine, rollout.shop, rollout.chat, assignment.task, assignment.chunks_of(episode), session, rollout.sampling, rollout.limits
             )
         if trajectory.scored or attempt == rollout.attempts:
-            return trajectory
+            return await served.confirmed(trajectory)
         log.warning("episode %s, attempt %d of %d: %s", name, attempt, rollout.attempts, trajectory.error)
         await asyncio.sleep(rollout.backoff * 2 ** (attempt - 1))
     raise AssertionError("unreachable: the attempts are counted above")

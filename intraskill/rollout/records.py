@@ -17,21 +17,31 @@ SCHEMA = 1
 
 def to_json(group: Group) -> dict[str, Any]:
     """The group as JSON types."""
-    return {
+    record = {
         "schema": SCHEMA,
         "index": group.index,
         "task": {"id": group.task.id, "instruction": group.task.instruction, "persona": group.task.persona},
-        "mask": {"kind": group.mask.kind.value, "chunk_ids": list(group.mask.chunk_ids)},
+        "mask": _mask_to_json(group.mask),
         "trajectories": [trajectory_to_json(t) for t in group.trajectories],
     }
+    return record | ({"own_masks": [_mask_to_json(m) for m in group.own_masks]} if group.own_masks else {})
 
 
 def from_json(record: Mapping[str, Any]) -> Group:
     """The group that `to_json` wrote. Raises InputError for another schema or a record that is not whole."""
     _check_schema(record)
     with _whole("group"):
-        mask = Mask(MaskKind(record["mask"]["kind"]), tuple(record["mask"]["chunk_ids"]))
-        return Group(record["index"], Task(**record["task"]), mask, tuple(trajectory_from_json(t) for t in record["trajectories"]))
+        own_masks = tuple(_mask_from_json(m) for m in record.get("own_masks", ()))
+        trajectories = tuple(trajectory_from_json(t) for t in record["trajectories"])
+        return Group(record["index"], Task(**record["task"]), _mask_from_json(record["mask"]), trajectories, own_masks)
+
+
+def _mask_to_json(mask: Mask) -> dict[str, Any]:
+    return {"kind": mask.kind.value, "chunk_ids": list(mask.chunk_ids)}
+
+
+def _mask_from_json(record: Mapping[str, Any]) -> Mask:
+    return Mask(MaskKind(record["kind"]), tuple(record["chunk_ids"]))
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
@@ -45,6 +55,8 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
         "success": trajectory.success,
         "reward_detail": trajectory.reward_detail,
         "error": trajectory.error,
+        "injected": list(trajectory.injected),
+        "weights": list(trajectory.weights),
         "tokens": list(trajectory.tokens),
         "loss_mask": "".join("01"[m] for m in trajectory.loss_mask),
         "logprobs": sampled,
@@ -69,6 +81,8 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
             success=record["success"],
             reward_detail=record["reward_detail"],
             error=record["error"],
+            injected=tuple(record.get("injected", ())),  # records from before these two were kept have neither
+            weights=tuple(record.get("weights", ())),
         )
 
 

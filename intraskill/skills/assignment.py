@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import scipy.stats
 from jaxtyping import Float
 
+from intraskill.run_directory import plain
 from intraskill.skills import draws, records
 from intraskill.skills.bank import CandidatePool
 from intraskill.types import InputError, Mask, MaskKind, require
+
+POWER_FACTOR = 2.8015852181299967  # z(0.975) + z(0.8): an effect of this many standard errors is found four times in five
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +44,36 @@ class Assignment:
 
 
 @dataclasses.dataclass(frozen=True)
+class Power:
+    """What a gate will be able to see, worked out before its masked episodes are paid for.
+
+    Attributes:
+      sigma: assumed standard deviation of a pair's unexplained difference.
+      source: where sigma comes from.
+      detectable: column id -> smallest true contribution that is found four times in five; see `detectable_effects`.
+    """
+
+    sigma: float
+    source: str
+    detectable: Mapping[str, float]
+
+    def describe(self, num_pairs: int) -> str:
+        """One line for people."""
+        values = sorted(self.detectable.values())
+        seen = f"of {values[0]:.3f} to {values[-1]:.3f}" if values else "of nothing: there is no chunk to measure"
+        return f"a gate of {num_pairs} pairs finds effects {seen} four times in five (sd {self.sigma:.2f}, {self.source})"
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """All assignments of one gate, fixed before any episode runs."""
+    """All assignments of one gate, fixed before any episode runs; `power` is for the record and moves no assignment."""
 
     seed: int
     split: str
     columns: tuple[Column, ...]
     assignments: tuple[Assignment, ...]
     inputs: Mapping[str, str]
+    power: Power | None = None
 
     def __post_init__(self):
         keys = [(a.task_id, a.sample) for a in self.assignments]
@@ -62,6 +86,12 @@ class Plan:
         return np.array(rows, np.float64).reshape(len(self.assignments), len(self.columns))
 
     @property
+    def problem(self) -> str:
+        """Why no gate can conclude anything from this plan, "" when one can."""
+        rank = _rank(self.design)
+        return f"the design has rank {rank} for {len(self.columns)} columns: use more tasks or samples" if rank < len(self.columns) else ""
+
+    @property
     def record(self) -> records.Record:
         content: dict[str, Any] = {
             "seed": self.seed,
@@ -69,6 +99,8 @@ class Plan:
             "columns": [dataclasses.asdict(c) for c in self.columns],
             "rows": [[a.task_id, a.sample, list(a.chunk_ids)] for a in self.assignments],
         }
+        if self.power is not None:
+            content["power"] = plain(self.power)  # an infinite effect becomes null
         return records.Record("assignments", content, self.inputs)
 
     def save(self, path: str | os.PathLike) -> str:
@@ -124,18 +156,36 @@ def independent_sigma(success: float) -> float:
     return math.sqrt(2 * success * (1 - success))
 
 
-def detectable_effects(plan: Plan, sigma: float, *, power: float = 0.8, significance: float = 0.05) -> dict[str, float]:
-    """The smallest true contribution of each column that this plan would find.
+def detectable_effects(plan: Plan, sigma: float) -> dict[str, float]:
+    """The smallest true contribution of each column that this plan finds with 80% power at the 5% level.
 
-    (z_{1 - significance/2} + z_{power}) * sigma * sqrt([(C'C)^-1]_jj), with C the plan's own design and sigma the standard deviation of a pair's
-    unexplained difference. Infinite for a column that the design cannot tell apart. Ask before paying for the episodes.
+    (z_{0.975} + z_{0.8}) * sigma * sqrt([(C'C)^-1]_jj), with C the plan's own design and sigma the standard deviation of a pair's
+    unexplained difference. Infinite for a design that cannot tell its columns apart. Ask before paying for the episodes.
     """
-    factor = float(scipy.stats.norm.ppf(1 - significance / 2) + scipy.stats.norm.ppf(power)) * sigma
-    return dict(zip((c.id for c in plan.columns), (factor * standard_scale(plan.design)).tolist(), strict=True))
+    return dict(zip((c.id for c in plan.columns), (POWER_FACTOR * sigma * standard_scale(plan.design)).tolist(), strict=True))
+
+
+def expected_effect(num_pairs: int, num_columns: int, sigma: float) -> float:
+    """`detectable_effects` of ordinary chunks before anything is assigned.
+
+    Each is present with probability one half, so C'C is N/4 (I + 11') in expectation, and the diagonal of its inverse 4K / (N (K + 1)).
+    """
+    if num_pairs < num_columns:
+        return math.inf
+    return POWER_FACTOR * sigma * math.sqrt(4 * num_columns / (num_pairs * (num_columns + 1)))
+
+
+def with_power(plan: Plan, sigma: float, source: str) -> Plan:
+    """The plan with a note of what it will be able to see."""
+    return dataclasses.replace(plan, power=Power(sigma, source, detectable_effects(plan, sigma)))
 
 
 def standard_scale(design: Float[np.ndarray, "N K"]) -> Float[np.ndarray, " K"]:
     """Root of the diagonal of (C'C)^-1: standard errors in units of the residual's; infinite everywhere when C lacks full rank."""
-    if np.linalg.matrix_rank(design) < design.shape[1]:
+    if _rank(design) < design.shape[1]:
         return np.full(design.shape[1], np.inf)
     return np.sqrt(np.diag(np.linalg.inv(design.T @ design)))
+
+
+def _rank(design: Float[np.ndarray, "N K"]) -> int:
+    return int(np.linalg.matrix_rank(design)) if design.size else 0  # numpy refuses an empty matrix

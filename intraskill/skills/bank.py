@@ -140,6 +140,24 @@ class CandidatePool:
             raise InputError(f"{path}: {error}") from error
 
 
+def adopt(pool: CandidatePool, max_active: int) -> Bank:
+    """The next bank of a run without a gate: every candidate is taken on trust, in the pool's order.
+
+    A rewrite takes its family's place, of two rewrites the one that stands first; additions go to the end while fewer than `max_active` chunks are
+    active. Nothing retires.
+    """
+    chunks = list(pool.bank.chunks)
+    replaced: set[str] = set()
+    for candidate in pool.candidates:
+        place = next((i for i, c in enumerate(chunks) if c.logical_id == candidate.family), None)
+        if place is not None and candidate.family not in replaced:
+            chunks[place] = candidate.chunk
+        elif place is None and len(chunks) < max_active:
+            chunks.append(candidate.chunk)
+        replaced.add(candidate.family)
+    return Bank(tuple(chunks), {"bank": pool.bank.sha256, "candidates": pool.record.sha256}) if pool.candidates else pool.bank
+
+
 def encode_chunk(chunk: Chunk) -> dict[str, Any]:
     """A chunk as JSON values."""
     value = dataclasses.asdict(chunk)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from intraskill.run_directory import read_json
 from intraskill.skills import records, words
 from intraskill.skills.bank import Bank
 from intraskill.types import Chunk, InputError, Task, Trajectory, require
@@ -116,7 +117,7 @@ Mechanisms = Mapping[str, Sequence[Deployable]]
 
 def load_mechanisms(path: str | os.PathLike) -> dict[str, tuple[Deployable, ...]]:
     """Reads `{mechanism: [wording, ...]}`: the first wording is proposed first, later ones when it is active or was turned down."""
-    raw = records.read_json(path)
+    raw = read_json(path)
     if not isinstance(raw, dict) or not all(isinstance(v, list) and v for v in raw.values()):
         raise InputError(f"{path}: expected an object of mechanism -> list of at least one wording")
     found = {}

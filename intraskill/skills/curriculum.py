@@ -4,7 +4,8 @@ A group's mask is a pure function of (curriculum hash, group index). The run's s
 worker that holds another file cannot silently train under other masks: it refuses the file or computes a different hash.
 
 Treatments are plain parameters: q = 1 is plain GRPO; q = 0 with rho_min = rho_max = 1 is the whole bank in every prompt, no mask;
-`withdraw_over` = n lets every rho fall linearly to zero over the first n groups of the run.
+`withdraw_over` = n lets every rho fall linearly to zero over the first n groups of the run; `mixed` gives every episode of a group a mask of its
+own; `retrieve` = k shows the k chunks that are nearest to the task instead of drawing.
 """
 
 import dataclasses
@@ -32,6 +33,9 @@ class Curriculum:
       contributions: what the gate measured for each chunk, None when nothing was measured yet.
       scale: the contribution that maps to the largest rho; None when no contribution is positive and none was configured.
       withdraw_over: groups over which rho falls linearly to zero; 0: constant.
+      retrieve: how many chunks `retrieval.nearest` picks for a group that is not skill-free, in place of the draws with rho; 0: draws.
+      mixed: a mask for each episode. This breaks the within-context comparison: a group's advantages then compare episodes that saw different
+        guidance. Here for comparison with methods that do so.
     """
 
     bank_sha256: str
@@ -42,6 +46,8 @@ class Curriculum:
     contributions: tuple[float | None, ...]
     scale: float | None
     withdraw_over: int = 0
+    retrieve: int = 0
+    mixed: bool = False
 
     def __post_init__(self):
         require(0 <= self.q <= 1, f"q = {self.q}: the probability of a skill-free group lies in [0, 1]")
@@ -50,11 +56,18 @@ class Curriculum:
         require(all(0 <= r <= 1 for r in self.rho), f"rho = {self.rho}: inclusion probabilities lie in [0, 1]")
         require(len(set(self.chunk_ids)) == len(self.chunk_ids), f"duplicate chunk in {self.chunk_ids}")
         require(self.withdraw_over >= 0, f"withdraw_over = {self.withdraw_over}: expected a number of groups, 0 for never")
+        require(self.retrieve >= 0, f"retrieve = {self.retrieve}: expected a number of chunks, 0 for none")
+        require(
+            not self.retrieve or not (self.withdraw_over or self.mixed),
+            f"retrieve = {self.retrieve} with withdraw_over = {self.withdraw_over}, mixed = {self.mixed}: what is retrieved is not drawn; choose one",
+        )
 
     @property
     def record(self) -> records.Record:
         content = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items() if k != "bank_sha256"}
-        return records.Record("curriculum", content, {"bank": self.bank_sha256})
+        # Treatments are named where they are used; without one the content, hence every mask, is that of the published curriculum.
+        unused = {k for k in ("retrieve", "mixed") if not content[k]}
+        return records.Record("curriculum", {k: v for k, v in content.items() if k not in unused}, {"bank": self.bank_sha256})
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -90,6 +103,8 @@ def build(
     rho_unmeasured: float,
     scale: float | None = None,
     withdraw_over: int = 0,
+    retrieve: int = 0,
+    mixed: bool = False,
 ) -> Curriculum:
     """The curriculum of one round from what the last gate measured.
 
@@ -105,6 +120,8 @@ def build(
       rho_unmeasured: probability of a chunk that no gate has measured (the initial bank).
       scale: the contribution that earns rho_max; None: the largest positive one in this bank.
       withdraw_over: see `Curriculum`.
+      retrieve: see `Curriculum`.
+      mixed: see `Curriculum`.
     """
     if not 0 <= rho_min <= rho_max <= 1:
         raise InputError(f"rho_min = {rho_min}, rho_max = {rho_max}: need 0 <= rho_min <= rho_max <= 1")
@@ -122,19 +139,31 @@ def build(
         return rho_min * (1 - share) + rho_max * share
 
     try:
-        return Curriculum(bank.sha256, seed, q, bank.ids, tuple(map(rho, measured)), measured, scale, withdraw_over)
+        return Curriculum(bank.sha256, seed, q, bank.ids, tuple(map(rho, measured)), measured, scale, withdraw_over, retrieve, mixed)
     except ValueError as error:
         raise InputError(str(error)) from error
 
 
-def mask(curriculum: Curriculum, group_index: int) -> Mask:
+def mask(curriculum: Curriculum, group_index: int, *, episode: int | None = None, retrieved: tuple[str, ...] | None = None) -> Mask:
     """The chunks that every prompt of group `group_index` carries.
 
     Each draw is keyed by the curriculum's hash, the group and the chunk's own id, so it does not depend on which other chunks or groups exist.
+
+    Args:
+      curriculum: of the group's round.
+      group_index: in the run's stream of groups.
+      episode: which of the group's episodes, exactly when the curriculum is mixed.
+      retrieved: the ids that `retrieval.nearest` found for the group's task, exactly when the curriculum retrieves.
     """
-    key = (curriculum.sha256, group_index)
+    require(
+        (episode is not None) == curriculum.mixed, f"group {group_index}, episode {episode}: a mixed curriculum has masks of episodes, no other has"
+    )
+    require((retrieved is not None) == bool(curriculum.retrieve), f"group {group_index}: retrieved chunks belong to a curriculum that retrieves")
+    key = (curriculum.sha256, group_index) if episode is None else (curriculum.sha256, group_index, "episode", episode)
     if draws.uniform(*key, "skill_free") < curriculum.q:
         return Mask(MaskKind.SKILL_FREE)
+    if retrieved is not None:
+        return Mask(MaskKind.RETRIEVED, retrieved)
     remaining = max(0.0, 1 - group_index / curriculum.withdraw_over) if curriculum.withdraw_over else 1.0
     pairs = zip(curriculum.chunk_ids, curriculum.rho, strict=True)
     return Mask(MaskKind.ASSISTED, tuple(i for i, rho in pairs if draws.uniform(*key, "chunk", i) < rho * remaining))

@@ -21,13 +21,12 @@ from jaxtyping import Float
 from statsmodels.regression.linear_model import OLS
 
 from intraskill.skills import records, statistics
-from intraskill.skills.assignment import Column, Plan, families, standard_scale
+from intraskill.skills.assignment import POWER_FACTOR, Column, Plan, families, standard_scale
 from intraskill.skills.bank import MAX_ACTIVE, Bank, CandidatePool
 from intraskill.skills.pairing import Identity, Observed, Pairs, pair
 from intraskill.types import InputError, require
 
 DIGITS = 12  # coefficients are compared to this many decimals: below lies the solver's rounding, not a preference
-POWER_FACTOR = 2.8015852181299967  # z(0.975) + z(0.8): an effect of this many standard errors is found four times in five
 
 
 # -------------------------------------------------------------------------------------------------------------- estimation
@@ -312,10 +311,10 @@ def run(
         raise InputError(f"max_active = {max_active}: a bank holds 0 to {MAX_ACTIVE} chunks")
     pairs, problems = pair(plan, bare, masked, identity)
     fits = {name: fit(pairs, name, draws=draws) for name in pairs.masked}
-    if outcome not in fits:
+    if plan.problem:
+        problems = (plan.problem,)  # no episode is missed where none could tell the columns apart
+    elif outcome not in fits:
         problems += (f"no pair reports the deciding outcome {outcome!r}; there are {list(fits)}",)
-    elif fits[outcome].rank < len(plan.columns) and not problems:
-        problems += (f"the design has rank {fits[outcome].rank} for {len(plan.columns)} columns: use more tasks or samples",)
     decisions = () if problems else decide(fits[outcome], plan.columns, max_active)
     inputs = {**plan.inputs, "assignments": plan.record.sha256}
     return GateResult(problems, outcome, max_active, identity, pairs, fits, decisions, inputs)

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from intraskill.run_directory import write_text
 from intraskill.skills import gate, records
 from intraskill.skills.bank import CandidatePool
 from intraskill.skills.cards import deployable_of
@@ -71,7 +72,7 @@ class Ledger:
         new = [e for e in dict.fromkeys(entries) if e not in set(known)]
         if new:
             lines = [json.dumps(e.to_json(), ensure_ascii=False) for e in (*known, *new)]
-            records.write_text(self.path, "\n".join(lines) + "\n")
+            write_text(self.path, "\n".join(lines) + "\n")
 
     def turned_down(self, before_round: int) -> frozenset[str]:
         """Wordings whose latest gate before `before_round` did not select them."""

@@ -5,13 +5,12 @@ Whatever breaks the contract is named, never dropped in silence.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from jaxtyping import Float
 
 from intraskill.skills.assignment import Column, Plan
-from intraskill.types import Status, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +33,6 @@ class Observed:
     outcomes: Mapping[str, float]  # "reward", "success" and the reward's components
     identity: Identity
     scored: bool = True
-
-
-def observe(
-    task_id: str, sample: int, injected: Sequence[str], trajectory: Trajectory, identity: Identity, components: Sequence[str] = ()
-) -> Observed:
-    """The gate's view of a trajectory; an episode without a purchase scores 0 in every component."""
-    bought = trajectory.status == Status.PURCHASE
-    outcomes = {"reward": trajectory.reward, "success": float(trajectory.success)}
-    outcomes |= {name: float(trajectory.reward_detail[name]) if bought else 0.0 for name in components}
-    return Observed(task_id, sample, tuple(injected), outcomes, identity, trajectory.scored)
 
 
 @dataclasses.dataclass(frozen=True)

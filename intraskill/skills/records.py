@@ -9,10 +9,10 @@ import dataclasses
 import hashlib
 import json
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from intraskill.run_directory import read_json, write_json
 from intraskill.types import InputError
 
 VERSIONS = {"bank": 1, "candidates": 1, "curriculum": 1, "assignments": 1, "gate": 1}  # schema -> the version that this code reads and writes
@@ -52,39 +52,11 @@ class Record:
         }
 
 
-def write_text(path: str | os.PathLike, text: str) -> None:
-    """Atomic: a reader or a crash sees the old file or the new one, never a part."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    # The rename itself must reach the disk too, or a power cut can undo it after the loop has moved on.
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def write(path: str | os.PathLike, record: Record) -> str:
     """Writes the record atomically and returns its sha256."""
     sealed = record.sealed()
-    write_text(path, json.dumps(sealed, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_json(path, sealed)
     return sealed["sha256"]
-
-
-def read_json(path: str | os.PathLike) -> Any:
-    """Parses a JSON file from outside; any fault becomes an InputError that names the file."""
-    try:
-        return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); check the path") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: is not JSON ({error}); restore the file or write it again") from error
 
 
 def read_unverified(path: str | os.PathLike, schema: str | None = None) -> tuple[Record, str]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from intraskill.skills import gate, records
+from intraskill.run_directory import read_json
+from intraskill.skills import gate
 from intraskill.skills.assignment import Column
 from intraskill.skills.bank import MAX_ACTIVE
 from intraskill.skills.pairing import Pairs
@@ -31,7 +32,7 @@ class Refit:
 
 def refit(path: str | os.PathLike, *, draws: int = 2000) -> Refit:
     """Reads a gate file of either form, fits it again and compares."""
-    raw = records.read_json(path)
+    raw = read_json(path)
     try:
         if isinstance(raw, dict) and raw.get("schema") == "gate":
             return _refit_run(gate.GateResult.load(path), draws)

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 from collections.abc import Iterable
 
-from intraskill.skills.cards import Card, CardStatus
 from intraskill.types import Group, Trajectory, require
 
 
@@ -49,8 +48,3 @@ def counts(cases: Iterable[Case]) -> dict[str, int]:
     """How many groups met each fate, every fate listed."""
     found = [c.triage for c in cases]
     return {str(t): found.count(t) for t in Triage}
-
-
-def eligible(cards: Iterable[Card]) -> tuple[Card, ...]:
-    """The cards that propose something, in card order: the compiler's input."""
-    return tuple(sorted((c for c in cards if c.status != CardStatus.NO_PROPOSAL), key=lambda c: c.id))

@@ -70,6 +70,18 @@ def test_gates_of_another_outcome(run):
     assert set(frames.gates(run, "success")["outcome"]) == {"success"}
 
 
+def test_validation_of_a_run_without_a_gate_is_its_bare_evaluations(tmp_path):
+    path = write_run(tmp_path / "run")
+    for gate in path.glob("rounds/*/gate.json"):
+        gate.unlink()
+    found = frames.validation(path)
+    assert list(zip(found["at"], found["arm"], found["mean"], strict=True)) == [
+        ("start", "bare", 0.3),
+        ("round 0", "bare", 0.5),
+        ("round 1", "bare", 0.5),
+    ]
+
+
 def test_validation_is_of_the_gates_pairs(run):
     validation = frames.validation(run).set_index(["at", "arm"])
     assert validation.loc[("round 0", "bare"), "mean"] == 0.5  # every second task

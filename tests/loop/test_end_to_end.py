@@ -117,6 +117,8 @@ def test_groups_share_one_mask_and_hold_what_was_sampled(finished):
     assert {g.mask.kind for g in groups} <= {MaskKind.SKILL_FREE, MaskKind.ASSISTED}
     chat_text = load_tokenizer(read_json(run / "config.json")["model"]["checkpoint"]).decode
     banks = {i: Bank.load(run / f"rounds/00{i}/bank.json") for i in (0, 1)}
+    synced = {line["version"]: line["digest"] for line in record(run)["metrics.jsonl"] if line["kind"] == "sync"}
+    digests = {**synced, 0: read_json(run / "eval/base/manifest.json")["identity"]["weights"]}
     for group in groups:
         assert len(group.trajectories) == 4 and group.scored
         texts = {c.id: c.text for c in banks[group.index // 4].chunks}
@@ -124,6 +126,7 @@ def test_groups_share_one_mask_and_hold_what_was_sampled(finished):
             prompt = chat_text(trajectory.tokens[: trajectory.turns[0].prompt_length])
             assert [i for i in texts if f"- {texts[i]}" in prompt] == list(group.mask.chunk_ids)
             assert set(trajectory.turns[0].completion.weight_versions) == {group.index // 4}
+            assert (trajectory.injected, trajectory.weights) == (group.mask.chunk_ids, (digests[group.index // 4],))
     rewards = [t.reward for g in groups for t in g.trajectories]
     assert len(set(rewards)) > 1, "some purchase earns something, so that there is something to learn"
 

@@ -49,6 +49,7 @@ class Engine:
     running: int = 0
     most_running: int = 0
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    health: Health = Health(True, 3, "w3")  # version 3, as `completion` has it
 
     async def generate(self, prompt_ids: Sequence[int], *, session: Session, sampling: Sampling) -> Completion:
         self.prompts.append(tuple(prompt_ids))
@@ -69,7 +70,7 @@ class Engine:
         raise EngineError("fakes have no weights")
 
     async def healthy(self) -> Health:
-        return Health(True, 0, "")
+        return self.health
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ from rollout.fakes import BUY, CLICK, SAMPLING, STOP, TASK, completion
 
 from intraskill.rollout.agent import Limits
 from intraskill.rollout.collect import Assignment, Rollout, collect_groups, collect_until
-from intraskill.types import EngineError, Mask, MaskKind, Status
+from intraskill.types import Chunk, EngineError, Health, Mask, MaskKind, Status
 
 DONE = completion(BUY, STOP)
 
@@ -22,10 +22,20 @@ def assignment(index):
 
 
 async def test_groups_come_back_in_order_and_reach_the_disk_as_they_finish():
-    # the first group's episodes are the slowest
-    engine = fakes.Engine(lambda s, t: DONE, delay=lambda s: 0.05 if s.noise[2] == 0 else 0.0)
-    written = []
-    groups = await collect_groups(rollout(engine), [assignment(i) for i in range(3)], lambda g: written.append(g.index))
+    written, others = [], asyncio.Event()
+
+    class Engine(fakes.Engine):
+        async def generate(self, *arguments, session, **more):
+            if session.noise[2] == 0:  # the first group's episodes end last
+                await others.wait()
+            return await super().generate(*arguments, session=session, **more)
+
+    def on_group(group):
+        written.append(group.index)
+        if len(written) == 2:
+            others.set()
+
+    groups = await collect_groups(rollout(Engine(lambda s, t: DONE)), [assignment(i) for i in range(3)], on_group)
     assert [g.index for g in groups] == [0, 1, 2] and [g.task.id for g in groups] == ["task-0", "task-1", "task-2"]
     assert written == [1, 2, 0]
     assert all(len(g.trajectories) == 2 and g.scored for g in groups)
@@ -120,3 +130,56 @@ async def test_further_waves_fill_what_is_missing():
 def test_an_assignment_carries_its_masks_chunks():
     with pytest.raises(ValueError, match="not those of the mask"):
         Assignment(0, TASK, Mask(MaskKind.ASSISTED, ("look@1",)), ())
+
+
+# ------------------------------------------------------------------------------------------- what was injected, which weights
+
+
+def guided(index, own):
+    return Assignment(index, TASK, Mask(MaskKind.MIXED), (), own)
+
+
+async def test_every_episode_keeps_what_its_prompt_carried_and_the_weights_that_the_engine_confirmed():
+    chunks = (Chunk("a", 1, "a", "", "do a"), Chunk("b", 2, "b", "", "do b"))
+    shared = Assignment(0, TASK, Mask(MaskKind.ASSISTED, ("a@1", "b@2")), chunks)
+    own = ((Mask.skill_free(), ()), (Mask(MaskKind.ASSISTED, ("b@2",)), chunks[1:]))
+    engine = fakes.Engine(lambda s, t: DONE)
+    one, two = await collect_groups(rollout(engine), [shared, guided(1, own)], lambda g: None)
+    assert [t.injected for t in one.trajectories] == [("a@1", "b@2")] * 2 and one.masks == (shared.mask,) * 2
+    assert [t.injected for t in two.trajectories] == [(), ("b@2",)] and two.masks == (own[0][0], own[1][0])
+    assert {t.weights for g in (one, two) for t in g.trajectories} == {("w3",)}
+    # The fake chat writes a token for each chunk: episodes of the mixed group really saw different prompts.
+    assert sorted(len(p) for p in engine.prompts) == [4, 5, 6, 6]
+
+
+async def test_weights_that_change_meanwhile_are_asked_for_and_unknown_ones_stay_unconfirmed():
+    engine = fakes.Engine(lambda s, t: completion(CLICK, STOP, weight_versions=(3, 4)) if t == 0 else completion(BUY, STOP, weight_versions=(4,)))
+
+    def new_weights(session):
+        engine.health = Health(True, 4, "w4")  # loaded while the first turn is in flight
+        return 0.0
+
+    engine.delay = new_weights
+    [group] = await collect_groups(rollout(engine), [assignment(0)], lambda g: None)
+    assert [t.weights for t in group.trajectories] == [("w3", "w4")] * 2
+    lost = fakes.Engine(lambda s, t: completion(BUY, STOP, weight_versions=(2,)))
+    [group] = await collect_groups(rollout(lost), [assignment(0)], lambda g: None)
+    assert [t.weights for t in group.trajectories] == [("",)] * 2
+
+
+async def test_an_engine_that_does_not_answer_confirms_nothing():
+    engine = fakes.Engine(lambda s, t: DONE)
+
+    async def silent():
+        raise EngineError("no answer")
+
+    engine.healthy = silent
+    [group] = await collect_groups(rollout(engine), [assignment(0)], lambda g: None)
+    assert group.scored and [t.weights for t in group.trajectories] == [("",)] * 2
+
+
+async def test_a_mixed_group_has_a_mask_for_each_episode():
+    with pytest.raises(ValueError, match="mixed group only"):
+        guided(0, ())
+    with pytest.raises(ValueError, match="masks for 1 episodes, and 2 to play"):
+        await collect_groups(rollout(fakes.Engine(lambda s, t: DONE)), [guided(0, ((Mask.skill_free(), ()),))], lambda g: None)

@@ -30,7 +30,15 @@ turns = st.fixed_dictionaries(
     }
 )
 episodes = st.fixed_dictionaries(
-    {"turns": st.lists(turns, max_size=3), "status": st.sampled_from(Status), "reward": st.floats(0, 1), "detail": objects, "error": st.text()}
+    {
+        "turns": st.lists(turns, max_size=3),
+        "status": st.sampled_from(Status),
+        "reward": st.floats(0, 1),
+        "detail": objects,
+        "error": st.text(),
+        "injected": st.lists(st.text(), max_size=2),
+        "weights": st.lists(st.text(), max_size=2),
+    }
 )
 
 
@@ -46,14 +54,19 @@ def build(episode) -> Trajectory:
         mask += (False,) * len(t["prompt"]) + (True,) * len(sampled)
         logprobs += (0.0,) * len(t["prompt"]) + lps
     reward = episode["reward"]
-    return Trajectory(tokens, mask, logprobs, built, episode["status"], reward, reward == 1, episode["detail"], episode["error"])
+    seen = {"injected": tuple(episode["injected"]), "weights": tuple(episode["weights"])}
+    return Trajectory(tokens, mask, logprobs, built, episode["status"], reward, reward == 1, episode["detail"], episode["error"], **seen)
 
 
 @given(st.lists(episodes, max_size=3))
 def test_round_trip_through_text(drawn):
-    before = Group(17, TASK, Mask(MaskKind.ASSISTED, ("a@1", "b@2")), tuple(build(e) for e in drawn))
+    trajectories = tuple(build(e) for e in drawn)
+    before = Group(17, TASK, Mask(MaskKind.ASSISTED, ("a@1", "b@2")), trajectories)
     text = json.dumps(to_json(before), allow_nan=False)
     assert from_json(json.loads(text)) == before
+    own = tuple(Mask(MaskKind.ASSISTED, ("a@1",)) if i % 2 else Mask.skill_free() for i in range(len(drawn)))
+    mixed = Group(17, TASK, Mask(MaskKind.MIXED), trajectories, own)
+    assert from_json(json.loads(json.dumps(to_json(mixed)))) == mixed
 
 
 def test_what_is_stored():

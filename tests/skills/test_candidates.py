@@ -95,11 +95,6 @@ def test_triage_follows_the_group():
         triage.after_retry(after[0], wrong)
 
 
-def test_only_proposals_are_eligible():
-    none = Card("b", CardStatus.NO_PROPOSAL, "why not")
-    assert [c.id for c in triage.eligible([card("c", "m"), none, card("a", "m")])] == ["a", "c"]
-
-
 def test_cards_keep_their_invariants():
     with pytest.raises(ValueError, match="trial that succeeded"):
         Card("a", CardStatus.PROPOSE_ADD, "", "m", TEXTS[0])

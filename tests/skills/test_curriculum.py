@@ -90,6 +90,38 @@ def test_treatments():
     assert {curriculum.mask(build(bank=Bank(), q=0.0), i) for i in range(50)} == {Mask(MaskKind.ASSISTED)}
 
 
+def test_treatments_change_the_hash_only_where_they_are_used(tmp_path):
+    """A curriculum without one has the content, hence the masks, that it had before there were any."""
+    plain = build()
+    assert set(plain.record.content) == {"seed", "q", "chunk_ids", "rho", "contributions", "scale", "withdraw_over"}
+    for changes in ({"mixed": True}, {"retrieve": 2}, {"withdraw_over": 9}):
+        other = build(**changes)
+        assert other.sha256 != plain.sha256
+        other.save(tmp_path / "c.json")
+        assert curriculum.Curriculum.load(tmp_path / "c.json", BANK) == other
+
+
+def test_mixed_masks_are_pure_in_group_and_episode():
+    mixed = build(mixed=True)
+    drawn = {(g, e): curriculum.mask(mixed, g, episode=e) for g in range(40) for e in range(4)}
+    assert all(curriculum.mask(build(mixed=True), g, episode=e) == drawn[g, e] for g, e in reversed(list(drawn)))
+    assert sum(len({drawn[g, e] for e in range(4)}) > 1 for g in range(40)) > 30
+    share = np.mean([m.kind == MaskKind.SKILL_FREE for m in drawn.values()])
+    assert abs(share - 0.2) < 5 * math.sqrt(0.2 * 0.8 / len(drawn))
+
+
+def test_what_a_treatment_needs_must_be_given_and_nothing_else():
+    for built, arguments in [(build(), {"episode": 0}), (build(), {"retrieved": ()}), (build(mixed=True), {}), (build(retrieve=1), {})]:
+        with pytest.raises(ValueError, match="group 3"):
+            curriculum.mask(built, 3, **arguments)
+    retrieving = build(retrieve=1, q=0.5)
+    masks = {curriculum.mask(retrieving, i, retrieved=("a@1",)) for i in range(50)}
+    assert masks == {Mask(MaskKind.SKILL_FREE), Mask(MaskKind.RETRIEVED, ("a@1",))}
+    for bad in ({"retrieve": 1, "mixed": True}, {"retrieve": 1, "withdraw_over": 5}, {"retrieve": -1}):
+        with pytest.raises(InputError, match="retrieve"):
+            build(**bad)
+
+
 def test_withdrawal_falls_linearly_to_nothing():
     built = build(q=0.0, rho_unmeasured=1.0, withdraw_over=1000)
     sizes = np.array([len(curriculum.mask(built, i).chunk_ids) / 4 for i in range(1200)])

@@ -228,6 +228,14 @@ def test_detectable_effects_before_a_gate_shrink_with_its_size():
     (value,) = assignment.detectable_effects(plan(1500, pool=lone), 1.0).values()
     assert value == pytest.approx(2.8015852 / math.sqrt(750), rel=0.08)
     assert assignment.detectable_effects(plan(1), 1.0)["a@1"] == math.inf
+    # Before anything is assigned: for one chunk C'C is N/2 in expectation; for K of them the average design comes close.
+    assert assignment.expected_effect(1500, 1, 1.0) == pytest.approx(2.8015852 / math.sqrt(750))
+    many = CandidatePool(Bank(tuple(chunk(f"c{i}") for i in range(10))))
+    drawn = plan(2000, pool=many)
+    found = assignment.detectable_effects(drawn, 0.4).values()
+    assert np.mean(list(found)) == pytest.approx(assignment.expected_effect(2000, 10, 0.4), rel=0.05)
+    assert assignment.expected_effect(9, 10, 0.4) == math.inf
+    assert assignment.with_power(drawn, 0.4, "a guess").assignments == drawn.assignments
 
 
 def test_bootstrap_resamples_tasks_not_episodes():
@@ -335,14 +343,25 @@ def test_a_breach_makes_the_gate_incomplete(message, tmp_path):
 def test_too_few_rows_decide_nothing():
     drawn = plan(4)
     result = gate.run(drawn, *episodes(drawn), IDENTITY, draws=20)
-    assert result.status == "incomplete" and "rank" in result.problems[0]
+    assert result.status == "incomplete" and result.problems == (drawn.problem,)
+    assert re.fullmatch(r"the design has rank [0-4] for 6 columns: use more tasks or samples", drawn.problem)
+    assert gate.run(drawn, episodes(drawn)[0], (), IDENTITY).problems == (drawn.problem,)  # and no masked episode is missed
 
 
 def test_all_zero_rows_stay_in_the_fit():
+    """A row without a chunk observes pure noise: it moves no coefficient, but the residual, and so every error, is estimated with it."""
     drawn = plan(60)
-    assert (drawn.design.sum(1) == 0).any()
+    empty = drawn.design.sum(1) == 0
+    assert empty.any()
     result = gate.run(drawn, *episodes(drawn, noise=0.3), IDENTITY, draws=20)
-    assert result.fits["reward"].rows == 60
+    fitted, pairs = result.fits["reward"], result.pairs
+    assert fitted.rows == len(pairs.tasks) == 60
+    delta = pairs.masked["reward"] - pairs.bare["reward"]
+    beta, *_ = np.linalg.lstsq(pairs.design[~empty], delta[~empty], rcond=None)
+    np.testing.assert_allclose([e.coefficient for e in fitted.estimates], beta, atol=1e-12)
+    residual = delta - pairs.design @ beta
+    assert fitted.sigma == pytest.approx(math.sqrt(residual @ residual / (60 - 6)))
+    assert residual[empty] @ residual[empty] > 0
 
 
 def test_an_empty_gate_is_complete_and_selects_nothing():
