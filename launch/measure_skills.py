@@ -85,8 +85,7 @@ async def _measure(config: Any, served: shops.Served, directory: Path, progress:
                 pool = CandidatePool(Bank(chunks), ())
                 plan = assignment.assign(pool, seed=config.seed, split="train", task_ids=[t.id for t in tasks], samples=_SAMPLES.value)
                 masked = await play(name, parts.VALIDATE_MASKED, _cases(plan, tasks, pool), pool.bank)
-                observed = [[o.observed(identity) for o in result.outcomes] for result in (bare, masked)]
-                result = gate.run(plan, *observed, identity, outcome="success")
+                result = gate.run(plan, bare.observed, masked.observed, identity, outcome="success")
                 result.save(directory / f"{name}.json")
                 for problem in result.problems[:3]:
                     progress.say(f"{name}: {problem}")
