@@ -73,4 +73,5 @@ def test_a_run_never_meets_a_world_that_the_warm_start_saw():
     config = WarmStartConfig()
     seen = {DEV_SEED, *range(config.world_seed, config.world_seed + config.worlds)}
     assert len(seen) == config.worlds + 1
+    assert pocket.get_config("dev").shop.seed == DEV_SEED
     assert not {pocket.get_config(v).shop.seed for v in ("", "demo", "smoke", "plain_grpo")} & seen
