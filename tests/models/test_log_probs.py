@@ -78,17 +78,44 @@ def test_zero_temperature_is_refused():
         model.log_probs(params, config, *batch, temperature=0.0)
 
 
-def float32_products(function, *args):
-    lowered = jax.jit(function).lower(*args).as_text()
-    return [line for line in lowered.splitlines() if "dot_general" in line and re.search(r": \(tensor<[^>]*xf32>", line)]
+def products(function, *args):
+    """The matrix products of the program as it is handed to the compiler for TPU: (operand types, line)."""
+    text = jax.export.export(jax.jit(function), platforms=["tpu"])(*args).mlir_module()
+    found = []
+    for line in text.splitlines():
+        if "stablehlo.dot_general" in line:
+            left, right = re.search(r": \(tensor<[^>]*?(\w+)>, tensor<[^>]*?(\w+)>\)", line).groups()
+            found.append((left.split("x")[-1], right.split("x")[-1], line))
+    return found
 
 
-def test_float32_products_ask_for_full_precision():
-    """On TPU a float32 product runs in bfloat16 passes by default; CPU results cannot show it, the lowered program can."""
+def assert_full_precision(found, at_least):
+    float32 = [line for left, right, line in found if left == right == "f32"]
+    assert len(float32) >= at_least
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in float32)
+
+
+def trained(config):
+    def loss(params, batch):
+        out = model.log_probs(params, config, *batch)
+        return jnp.sum(out.logprob + out.entropy)
+
+    return jax.grad(loss)
+
+
+def test_float32_products_ask_for_full_precision_on_tpu():
+    """There a float32 product runs in bfloat16 passes by default; results on CPU cannot show it, the lowered program can."""
     config, _, *batch = setup()
-    found = float32_products(jax.grad(lambda p, b: jnp.sum(model.log_probs(p, config, *b).logprob)), model.abstract_params(config), batch)
-    assert len(found) >= 40
-    assert all("precision = [HIGHEST, HIGHEST]" in line for line in found)
+    assert_full_precision(products(trained(config), model.abstract_params(config), batch), at_least=40)
+
+
+def test_bfloat16_activations_leave_the_delta_rule_in_float32_on_tpu():
+    config, _, *batch = setup(dtype="bfloat16")
+    found = products(trained(config), model.abstract_params(config), batch)
+    assert_full_precision(found, at_least=15)
+    # The two that mix both are the gradients of the logits, by vocabulary and by hidden state: their other factor is bfloat16 anyway.
+    assert sum(left != right for left, right, _ in found) == 2
+    assert any(left == right == "bf16" for left, right, _ in found)
 
 
 def test_delta_rule_is_float32_inside_bfloat16():
@@ -99,7 +126,20 @@ def test_delta_rule_is_float32_inside_bfloat16():
         return jnp.sum(gated_delta.chunked(q, k, v, beta, g, jnp.zeros((1, 32), jnp.int32), None, 16)[0])
 
     args = [shaped(1, 32, 2, 8), shaped(1, 32, 2, 8), shaped(1, 32, 2, 2, 8), shaped(1, 32, 2, 2), shaped(1, 32, 2, 2)]
-    found = float32_products(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *args)
-    assert len(found) >= 15
-    assert all("precision = [HIGHEST, HIGHEST]" in line for line in found)
-    assert len(found) == jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).lower(*args).as_text().count("stablehlo.dot_general")
+    found = products(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *args)
+    assert_full_precision(found, at_least=15)
+    assert all(left == right == "f32" for left, right, _ in found)
+
+
+def test_no_buffer_of_tokens_by_vocabulary():
+    """Temporary memory of the compiled gradient: less than one float32 matrix of all trained tokens by the vocabulary."""
+    config = tiny.config(vocab_size=65_536, hidden_size=16, intermediate_size=16)
+    rows, width = 2, 1024
+
+    def ints(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    batch = [ints(rows, width)] * 5
+    compiled = jax.jit(trained(config)).lower(model.abstract_params(config), batch).compile().memory_analysis()
+    logits_bytes = rows * width * config.vocab_size * 4
+    assert compiled.temp_size_in_bytes < 0.75 * logits_bytes

@@ -36,7 +36,7 @@ CUTS = st.lists(st.integers(1, 20), min_size=1, max_size=8).filter(lambda length
 
 
 # Three linear layers in a row amplify float32 rounding: one token at a time differs from a plain forward pass as much (2e-5 in hidden states).
-@pytest.mark.parametrize(("shape", "tolerance"), [("plain", 1e-5), ("three_to_one", 1e-5)])
+@pytest.mark.parametrize(("shape", "tolerance"), [("plain", 1e-5), ("three_to_one", 3e-5)])
 @settings(max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=CUTS)
 def test_log_probs_of_packed_rows(shape, tolerance, lengths):

@@ -94,3 +94,16 @@ def test_misfits_are_named():
         sharding.make_mesh(1, 3, 2)
     with pytest.raises(InputError, match="tensor=8 does not divide heads=2"):
         sharding.param_shardings(tiny.config(), sharding.make_mesh(1, 1, 8))
+
+
+def test_more_blocks_make_no_larger_program():
+    """Scanned, 8 blocks lower to the program of 2 but for their number; unrolled they would take four times as many products."""
+
+    def num_products(num_layers, scan_layers):
+        config = tiny.config("two_full_layers", num_layers=num_layers, scan_layers=scan_layers)
+        ids = jax.ShapeDtypeStruct((2, WIDTH), jnp.int32)
+        gradient = jax.grad(lambda p, *b: jnp.sum(model.log_probs(p, config, *b).logprob))
+        return jax.jit(gradient).lower(model.abstract_params(config), *[ids] * 5).as_text().count("stablehlo.dot_general")
+
+    assert num_products(16, True) == num_products(4, True)
+    assert num_products(8, False) > 1.5 * num_products(4, False)

@@ -139,6 +139,29 @@ def _carry_bwd(saved, grads):
 _carry.defvjp(_carry_fwd, _carry_bwd)
 
 
+def _cut(x: Float[Array, "B T H ..."], chunk: int) -> Float[Array, "N BH C ..."]:
+    """Chunks of float32, the last one filled up with zeros."""
+    batch, length, heads, *rest = x.shape
+    x = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, -length % chunk)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(batch, -1, chunk, heads, *rest), (1, 3), (0, 2)).reshape(-1, batch * heads, chunk, *rest)
+
+
+def _cut_values(x: Float[Array, "B T H G ..."], chunk: int) -> Float[Array, "N M C ..."]:
+    """The same for what each value head has its own of: M = B * H * G."""
+    x = jnp.moveaxis(_cut(x, chunk), 3, 2)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _masks(segment_ids: Int[Array, "B T"], chunk: int) -> tuple[Bool[Array, "N B C C"], Bool[Array, "N B C"]]:
+    """Which earlier tokens of the chunk a token reads, and whether it reads the chunk's incoming state."""
+    batch, length = segment_ids.shape
+    segments = jnp.pad(segment_ids, ((0, 0), (0, -length % chunk)), mode="edge").reshape(batch, -1, chunk).swapaxes(0, 1)  # [N, B, C]
+    before = jnp.concatenate([segments[:1, :, 0], segments[:-1, :, -1]])  # [N, B]: the segment that the incoming state belongs to
+    column = jnp.arange(chunk)
+    same = segments[..., :, None] == segments[..., None, :]
+    return same & (column[:, None] >= column[None])[None, None], segments == before[..., None]
+
+
 def chunked(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -172,36 +195,18 @@ def chunked(
     batch, length, heads, key_dim = q.shape
     group, value_dim = v.shape[-2:]
     chunk = chunk_size
-    num_chunks = -(-length // chunk)
-    fill = num_chunks * chunk - length
-
-    def cut(x: Float[Array, "B T H ..."]) -> Float[Array, "N BH C ..."]:
-        x = jnp.pad(x.astype(jnp.float32), [(0, 0), (0, fill)] + [(0, 0)] * (x.ndim - 2))
-        x = jnp.moveaxis(x.reshape(batch, num_chunks, chunk, *x.shape[2:]), (1, 3), (0, 2))
-        return x.reshape(num_chunks, batch * heads, *x.shape[3:])
-
-    def to_value_heads(x: Float[Array, "N BH C ..."]) -> Float[Array, "N M C ..."]:  # M = B * H * G
-        return jnp.repeat(x, group, axis=1) if group > 1 else x
-
-    def by_value_head(x: Float[Array, "B T H G ..."]) -> Float[Array, "N M C ..."]:
-        x = jnp.moveaxis(cut(x), 3, 2)
-        return x.reshape(num_chunks, -1, *x.shape[3:])
-
-    def everywhere(mask: Bool[Array, "N B ..."]) -> Bool[Array, "N M ..."]:
-        return jnp.repeat(mask, heads * group, axis=1)
-
-    segments = jnp.pad(segment_ids, ((0, 0), (0, fill)), mode="edge").reshape(batch, num_chunks, chunk).swapaxes(0, 1)  # [N, B, C]
-    before = jnp.concatenate([segments[:1, :, 0], segments[:-1, :, -1]])  # [N, B]: the segment that the incoming state belongs to
-    from_state = everywhere(segments == before[..., None])
     column = jnp.arange(chunk)
-    lower = everywhere((segments[..., :, None] == segments[..., None, :]) & (column[:, None] >= column[None])[None, None])
     strictly_lower = (column[:, None] > column[None])[None, None]
+    lower, from_state = (jnp.repeat(mask, heads * group, axis=1) for mask in _masks(segment_ids, chunk))
+
+    def to_value_heads(x: Float[Array, "N BH C ..."]) -> Float[Array, "N M C ..."]:
+        return jnp.repeat(x, group, axis=1)
 
     # Four axes at most: XLA's CPU kernels for sums take 5 to 20 times as long over six.
-    q, k, v, beta = cut(q), cut(k), by_value_head(v), by_value_head(beta)[..., None]
+    q, k, v, beta = _cut(q, chunk), _cut(k, chunk), _cut_values(v, chunk), _cut_values(beta, chunk)[..., None]
     # Log decay from chunk start to i and from j to i. Sums of g itself, not differences of cumulated sums: those lose digits to all that came
     # before, other segments included, so that a packed row would differ from its episodes alone.
-    g, triangle = by_value_head(g)[..., None], jnp.tril(jnp.ones((chunk, chunk), jnp.float32))
+    g, triangle = _cut_values(g, chunk)[..., None], jnp.tril(jnp.ones((chunk, chunk), jnp.float32))
     summed = jnp.einsum("ic,nmcj->nmij", triangle, jnp.concatenate([jnp.where(strictly_lower, g, 0), g], axis=-1), precision=_HIGHEST)
     decay = jnp.exp(jnp.where(lower, summed[..., :chunk], -jnp.inf))
     in_decay, out_decay = jnp.where(from_state, jnp.exp(summed[..., chunk]), 0)[..., None], decay[..., -1, :, None]
@@ -215,8 +220,7 @@ def chunked(
     start = jnp.moveaxis(state, 3, 2).reshape(-1, key_dim, value_dim)
     states, deltas, last = _carry(start, in_decay[..., -1:, :], solved[..., value_dim:], solved[..., :value_dim], out_decay * k)
     out = in_decay * _matmul(q, states) + _matmul(products[..., chunk:, :] * decay, deltas)
-    out = out.reshape(num_chunks, batch, heads, group, chunk, value_dim)
-    out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, num_chunks * chunk, heads, group, value_dim)
+    out = jnp.moveaxis(out.reshape(-1, batch, heads, group, chunk, value_dim), (0, 4), (1, 2)).reshape(batch, -1, heads, group, value_dim)
     return out[:, :length], jnp.moveaxis(last.reshape(batch, heads, group, key_dim, value_dim), 2, 3)
 
 
