@@ -85,7 +85,8 @@ def batch_shapes(config: Any) -> DeviceBatch:
         shape = (rows, settings.row_length if name in whole else settings.trained_per_row)
         return jax.ShapeDtypeStruct(shape, jnp.int32 if name in integers else kinds.get(name, jnp.float32))
 
-    return DeviceBatch(*map(field, DeviceBatch._fields))
+    shapes: Any = map(field, DeviceBatch._fields)
+    return DeviceBatch(*shapes)
 
 
 def bytes_on_device(tree: Any) -> int:
@@ -121,7 +122,7 @@ def compile_step(name: str, traced: jax.stages.Traced, num_devices: int, *, resi
     """Compiles a traced program and reads its memory; a program that the compiler refuses for its size is a result, too."""
     amount = work.of(traced, num_devices, while_trips)
     try:
-        memory = traced.lower().compile().memory_analysis()
+        memory: Any = traced.lower().compile().memory_analysis()  # None only on platforms that no plan is made for
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -167,8 +167,8 @@ def through_layers(config: ModelConfig, layers: Params, x: Float[Array, "B T D"]
     period = config.full_attention_interval
     entries = [layers[str(i)] for i in range(config.num_entries)]
     if config.scan_layers:
-        x, _ = lax.scan(lambda x, entries: (block(x, entries), None), x, entries)
-        return x
+        through: tuple[Any, None] = lax.scan(lambda x, entries: (block(x, entries), None), x, entries)
+        return through[0]
     for start in range(0, config.num_layers, period):
         x = block(x, entries[start : start + period])
     return x
