@@ -33,7 +33,8 @@ HEADS = {
 
 def loss_and_grads(score, config, params):
     """A loss that mixes log-probs and entropies of episodes of 30, 3 and 20 tokens; banned ids are not among the targets that count."""
-    tokens = tiny.tokens(config, ROWS, WIDTH)
+    tokens = jnp.asarray(tiny.tokens(config, ROWS, WIDTH))
+    positions, segments = map(jnp.asarray, tiny.pack([[30, 3, 20]] * ROWS, WIDTH))
     index = jnp.broadcast_to(jnp.arange(3, 3 + TRAINED)[None], (ROWS, TRAINED))
     targets = tokens[:, 4 : 4 + TRAINED]
     banned = np.zeros(config.vocab_size, bool)
@@ -41,7 +42,7 @@ def loss_and_grads(score, config, params):
     weight = np.random.default_rng(0).normal(size=(ROWS, TRAINED)).astype(np.float32)
 
     def loss(params):
-        out = score(params, config, tokens, *tiny.pack([[30, 3, 20]] * ROWS, WIDTH), index, targets, temperature=0.7, banned=jnp.asarray(banned))
+        out = score(params, config, tokens, positions, segments, index, targets, temperature=0.7, banned=jnp.asarray(banned))
         return jnp.sum(jnp.where(jnp.asarray(banned)[targets], 0, weight * out.logprob)) + 0.3 * jnp.sum(weight * out.entropy)
 
     return jax.jit(jax.value_and_grad(loss))(params)
@@ -127,7 +128,7 @@ def test_the_kernel_attends_like_the_blocked_path():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 384, heads, 128)).astype(np.float32) for heads in (4, 2, 2))
     weight = rng.normal(size=q.shape).astype(np.float32)
-    _, segments = tiny.pack([[100, 150, 100]], 384)
+    segments = jnp.asarray(tiny.pack([[100, 150, 100]], 384)[1])
     real = (segments > 0)[..., None, None]
 
     def loss(attend, q, k, v):
