@@ -32,7 +32,7 @@ def main(_) -> None:
         topology = Topology.parse(_TOPOLOGY.value)
         topology.prepare()
         made = plan.make(_CONFIG.value, topology, _STEPS.value)
-        print(report.text(made))
+        print(report.text(made), end="")
         if _WRITE.value is not None:
             report.write(Path(_WRITE.value), made)
         sys.exit(1 if made.misfits else 0)

@@ -75,18 +75,17 @@ def spread(config: Any, topology: Topology) -> dict[str, int]:
 
 
 def batch_shapes(config: Any) -> DeviceBatch:
-    """A microbatch."""
+    """A microbatch of shapes."""
     settings = config.grpo
     rows, kinds = settings.rows_per_microbatch, {"mask": jnp.bool_}
     whole = {"tokens", "positions", "segment_ids"}
     integers = whole | {"index", "targets"}
 
-    def field(name: str) -> jax.ShapeDtypeStruct:
+    def field(name: str) -> Any:
         shape = (rows, settings.row_length if name in whole else settings.trained_per_row)
         return jax.ShapeDtypeStruct(shape, jnp.int32 if name in integers else kinds.get(name, jnp.float32))
 
-    shapes: Any = map(field, DeviceBatch._fields)
-    return DeviceBatch(*shapes)
+    return DeviceBatch(*map(field, DeviceBatch._fields))
 
 
 def bytes_on_device(tree: Any) -> int:
@@ -122,7 +121,7 @@ def compile_step(name: str, traced: jax.stages.Traced, num_devices: int, *, resi
     """Compiles a traced program and reads its memory; a program that the compiler refuses for its size is a result, too."""
     amount = work.of(traced, num_devices, while_trips)
     try:
-        memory: Any = traced.lower().compile().memory_analysis()  # None only on platforms that no plan is made for
+        memory: Any = traced.lower().compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

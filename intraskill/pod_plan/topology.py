@@ -80,7 +80,6 @@ class Topology:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_enable_compilation_cache", False)  # a program read back from the cache does not know its memory
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU whose metadata could be asked for
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         if self.kind == "cpu":
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self.num_devices}".strip()
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from configs import coevolve
 from intraskill import parts
+from intraskill.grpo.loss import DeviceBatch
 from intraskill.grpo.packing import pack
 from intraskill.models.qwen35.config import QWEN35_4B, ModelConfig
 from intraskill.models.qwen35.model import abstract_params
@@ -136,10 +137,9 @@ def test_state_of_the_4b(update_of_the_4b):
 def test_the_batch_of_a_plan_is_the_batch_of_a_run():
     config = coevolve.get_config()
     config.grpo.update({"row_length": 256, "trained_per_row": 128})
-    assert pack([], **parts.packing_options(config)) == []  # the options are valid
-    shapes = steps.batch_shapes(config)
-    assert shapes.tokens.shape == (8, 256) and shapes.index.shape == shapes.old_logprobs.shape == (8, 128)
-    assert (shapes.tokens.dtype, shapes.mask.dtype, shapes.weight.dtype) == (jnp.int32, jnp.bool_, jnp.float32)
+    packed, _ = pack([], **parts.packing_options(config))  # as many empty rows as a microbatch has
+    for name, shape, array in zip(DeviceBatch._fields, steps.batch_shapes(config), DeviceBatch.of(packed), strict=True):
+        assert (shape.shape, shape.dtype) == (array.shape, array.dtype), name
 
 
 # ----------------------------------------------------------------------------------------------------------------- verdicts

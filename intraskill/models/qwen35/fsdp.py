@@ -12,7 +12,7 @@ Leaving this to the compiler gathers matrices in float32, or whole, or inside th
 """
 
 import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -177,7 +177,7 @@ def _on_device(
     wanted = jnp.take_along_axis(x, index[:, :, None], axis=1).reshape(-1, config.hidden_size)
     hidden = rms_norm(wanted, params["final_norm"], config.rms_eps)
     table = params["embed"] if config.tie_embeddings else params["head"]
-    scored: Any = _score(hidden, table, targets.reshape(-1), banned, temperature)  # custom_vjp hides the type
+    scored: Any = _score(hidden, table, targets.reshape(-1), banned, temperature)
     logprob, entropy = scored
     return LogProbs(logprob.reshape(index.shape), entropy.reshape(index.shape))
 
@@ -201,7 +201,7 @@ def log_probs(
         functools.partial(_on_device, config, temperature),
         mesh=mesh,
         in_specs=(specs, *[ROWS] * 5, P("tensor")),
-        out_specs=cast(Any, LogProbs)(ROWS, ROWS),
+        out_specs=ROWS,
         check_vma=False,  # the attention kernel does not say over which axes its results vary
     )
     if banned is None:

@@ -4,7 +4,7 @@ Scores live in the chip's own memory, one tile at a time, forward and backward: 
 Tiles above the diagonal are skipped; segments only mask, they save no work.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,13 +42,14 @@ def attend_splash(
     """Causal attention inside each segment of each row; `interpret` runs the kernel's text without a TPU, for tests."""
     length, heads, width = q.shape[1:]
     side = tile(length)
-    sizes: dict[str, Any] = {name: side for name in ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")}
+    sizes = kernel.BlockSizes(
+        block_q=side, block_kv=side, block_q_dkv=side, block_kv_dkv=side, block_kv_dkv_compute=side, block_q_dq=side, block_kv_dq=side
+    )
     mask = masks.MultiHeadMask([masks.CausalMask((length, length)) for _ in range(heads)])
-    attend = kernel.make_splash_mha_single_device(mask, block_sizes=kernel.BlockSizes(**sizes), interpret=interpret)
+    attend: Any = kernel.make_splash_mha_single_device(mask, block_sizes=sizes, interpret=interpret)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * jnp.asarray(width**-0.5, q.dtype), k, v))
 
-    def row(q, k, v, segments):
-        return cast(Array, attend(q, k, v, segment_ids=kernel.SegmentIds(q=segments, kv=segments)))
+    def row(q: Array, k: Array, v: Array, segments: Array) -> Array:
+        return attend(q, k, v, segment_ids=kernel.SegmentIds(q=segments, kv=segments))
 
-    out: Array = jax.vmap(row)(q, k, v, segment_ids)
-    return jnp.swapaxes(out, 1, 2).astype(q.dtype)
+    return jnp.swapaxes(jax.vmap(row)(q, k, v, segment_ids), 1, 2).astype(q.dtype)
