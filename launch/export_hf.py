@@ -1,6 +1,9 @@
-"""Writes a run's newest checkpoint as a Hugging Face directory, tokenizer included, that transformers and SGLang load.
+"""Writes a run's newest checkpoint, or an imported directory, as a Hugging Face directory that transformers and SGLang load.
 
-python launch/export_hf.py --run=runs/NAME --out=DIR [--dtype=bfloat16]
+    python launch/export_hf.py --run=runs/NAME --out=DIR [--dtype=bfloat16]
+    python launch/export_hf.py --imported=DIR --out=DIR [--dtype=bfloat16]
+
+Architecture, config.json, tokenizer and the tensors of other towers are those of the checkpoint that the run started from. See docs/hf.md.
 """
 
 import os
@@ -15,16 +18,25 @@ from pathlib import Path  # noqa: E402
 from absl import flags  # noqa: E402
 
 from intraskill import parts  # noqa: E402
+from intraskill.models.qwen35 import hf  # noqa: E402
 
-_RUN = flags.DEFINE_string("run", None, "run directory", required=True)
+_RUN = flags.DEFINE_string("run", None, "run directory")
+_IMPORTED = flags.DEFINE_string("imported", None, "directory that launch/import_hf.py wrote")
 _OUT = flags.DEFINE_string("out", None, "directory to write; must not exist", required=True)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "dtype of the weights on disk")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "dtype of the text tower's weights on disk; as published unless given")
+flags.mark_flags_as_mutual_exclusive(["run", "imported"], required=True)
 
 
 def main(_) -> None:
     with entry.one_line_errors():
-        step = parts.export_run(Path(_RUN.value), Path(_OUT.value), _DTYPE.value)
-        print(f"{_OUT.value}: step {step} of {_RUN.value}")
+        if _RUN.value is None:
+            hf.export_imported(_IMPORTED.value, _OUT.value, _DTYPE.value)
+            print(f"{_OUT.value}: {_IMPORTED.value}")
+        else:
+            step = parts.export_run(Path(_RUN.value), Path(_OUT.value), _DTYPE.value)
+            print(f"{_OUT.value}: step {step} of {_RUN.value}")
+        if (Path(_OUT.value) / hf.MTP_NOTE).exists():
+            print("its multi-token prediction tensors are those of the original checkpoint, and stale: the text tower has been trained since")
 
 
 if __name__ == "__main__":
