@@ -309,5 +309,5 @@ def export_run(run: Path, directory: Path, dtype: str | None) -> int:
         restored = checkpoints.restore(make_learner(config, shape, Sampling(1)).abstract_state(model.abstract_params(shape)))
     finally:
         checkpoints.close()
-    hf.save_hf(directory, shape, restored.state.params, dtype, source)
+    hf.save_hf(directory, shape, restored.state.params, dtype, source=source)
     return restored.step

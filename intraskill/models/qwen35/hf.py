@@ -135,6 +135,8 @@ def to_hf_tensors(config: ModelConfig, params: Params, prefix: str = "model.") -
 
 
 def _to_config(directory: Path, content: Mapping[str, Any], **overrides: Any) -> ModelConfig:
+    if content.get("quantization_config") is not None:
+        raise InputError(f"{directory / hf_directory.CONFIG}: has a quantization_config; give the checkpoint that is not quantised")
     try:
         return ModelConfig.from_hf(content, **overrides)
     except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:  # a value of another kind than its key asks for
@@ -258,9 +260,9 @@ def save_hf(
     config: ModelConfig,
     params: Params,
     dtype: str | None = None,
-    source: str | os.PathLike[str] | None = None,
     extra_files: Sequence[str | os.PathLike[str]] = (),
     shard_bytes: int = _SHARD_BYTES,
+    source: str | os.PathLike[str] | None = None,
 ) -> None:
     """Writes a checkpoint that transformers and SGLang load. The directory appears complete or not at all.
 
@@ -270,10 +272,10 @@ def save_hf(
       params: tree of `init_params`.
       dtype: "float32" or "bfloat16" for the text tower. The decay rates and the norm inside linear layers are float32 beside bfloat16, as
         published. Unless given, each tensor has the dtype that it has in `source`, or that of config.param_dtype.
-      source: the directory, of either kind, that training started from. Its architecture, config.json, other towers, tokenizer and cut into
-        files are kept. Without it a text-only checkpoint is written.
       extra_files: copied beside the weights, e.g. the tokenizer's files.
       shard_bytes: without a source, the size beyond which weights are cut into several files.
+      source: the directory, of either kind, that training started from. Its architecture, config.json, other towers, tokenizer and cut into
+        files are kept. Without it a text-only checkpoint is written.
 
     Raises:
       InputError: the directory exists, an extra file does not, or params, config and source are not of one model.
