@@ -13,6 +13,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launch import entry  # noqa: E402  (sets the environment before JAX is imported)
 
+import logging  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from absl import flags  # noqa: E402
@@ -27,7 +28,13 @@ _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "dtype of the
 flags.mark_flags_as_mutual_exclusive(["run", "imported"], required=True)
 
 
+def _worth_saying(record: logging.LogRecord) -> bool:
+    """Orbax warns that a directory opened read-only is read-only. That is intended, and nobody who exports could change it."""
+    return not (record.module == "checkpoint_manager" and ("read_only" in record.getMessage() or "read only" in record.getMessage()))
+
+
 def main(_) -> None:
+    logging.getLogger("absl").addFilter(_worth_saying)
     with entry.one_line_errors():
         if _RUN.value is None:
             hf.export_imported(_IMPORTED.value, _OUT.value, _DTYPE.value)

@@ -103,7 +103,7 @@ def full_disk(directory: Path, task: str) -> dict[str, Any]:
     """No file may grow beyond a few kilobytes, which systems report as they report a full disk."""
 
     def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, 4_000))
         TASKS[task](directory)
 
     status, text = in_child(limited)

@@ -1,6 +1,8 @@
 """Run by test_hf_faults.py in a process of its own, whose peak memory is what is measured.
 
-    PYTHONPATH=.:tests python tests/models/hf_memory.py DIRECTORY       prints one JSON object: bytes of the parameters, of the largest array, and peaks above the start
+    PYTHONPATH=.:tests python tests/models/hf_memory.py DIRECTORY
+
+Prints one JSON object: numbers of entries of all parameters and of the largest array, and peaks above the start in bytes.
 
 The model is the 4B's shape made small: the embedding table is the largest array and a seventh of the whole.
 """
