@@ -20,10 +20,10 @@ from intraskill.models.qwen35 import hf
 from intraskill.models.qwen35.config import ModelConfig
 
 CONFIG = ModelConfig(
-    vocab_size=40_960,
+    vocab_size=16_384,
     hidden_size=256,
-    intermediate_size=3072,
-    num_layers=36,
+    intermediate_size=1536,
+    num_layers=24,
     full_attention_interval=4,
     num_heads=4,
     num_kv_heads=2,

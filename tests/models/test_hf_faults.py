@@ -24,6 +24,7 @@ def run(script, directory):
     command = [sys.executable, str(HERE / script), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -10,9 +10,11 @@ missing chunk (zeros come back): hence a checksum per array.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -85,13 +87,28 @@ def write(directory: Path, leaves: Mapping[str, Callable[[], np.ndarray]]) -> No
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False, type_handler_registry=registry)
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     try:
-        with ocp.Checkpointer(handler) as checkpointer:
+        with _no_echo(), ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree, save_args=chunked))
     except Exception as error:  # TensorStore reports what the system said as text, in many types
         for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             if os.strerror(number) in str(error):
                 raise OSError(number, os.strerror(number)) from error
         raise
+
+
+@contextlib.contextmanager
+def _no_echo() -> Iterator[None]:
+    """Orbax logs the traceback of an error that it raises as well; who catches the error says what it means."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.module != "future"
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
 
 
 # ------------------------------------------------------------------------------------------------------------------ read
