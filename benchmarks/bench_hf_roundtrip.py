@@ -93,21 +93,21 @@ def forget(directory: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def copy_seconds(source: Path, target: Path) -> float:
-    """Copies the files, syncs and deletes them."""
+def copy_seconds(source: Path, target: Path) -> tuple[float, float]:
+    """Copies the files, syncs and deletes them; returns seconds by the clock and of CPU."""
     forget(source)
     target.mkdir()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     for file in source.iterdir():
         with shutil.copyfile(file, target / file.name).open("rb") as copied:
             os.fsync(copied.fileno())
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     shutil.rmtree(target)
-    return seconds
+    return seconds, cpu
 
 
-def run(source: Path, *command: str) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a command that reads `source`."""
+def run(source: Path, *command: str) -> tuple[float, float, int]:
+    """Seconds by the clock and of CPU, and peak resident bytes, of a command that reads `source`."""
     forget(source)
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT)
@@ -115,7 +115,7 @@ def run(source: Path, *command: str) -> tuple[float, int]:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise InputError(f"{' '.join(command)} ended with status {process.returncode}")
-    return time.perf_counter() - start, usage.ru_maxrss * 1024
+    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def same_tensors(source: Path, out: Path) -> bool:
@@ -148,17 +148,17 @@ def measure(scratch: Path, config: ModelConfig) -> bool:
     shutil.rmtree(out)
     copies.append(copy_seconds(source, scratch / "copy"))
 
-    copied = sum(copies) / len(copies)
+    copied = sum(seconds for seconds, _ in copies) / len(copies)
     allowed = total + 1.5 * largest
-    print(f"{sum(np.prod(shape, dtype=np.int64) for shape in published_shapes(config).values()):,} parameters, {total / 1e9:.2f} GB, ", end="")
-    print(f"largest tensor {largest / 1e9:.2f} GB, {len(list(source.glob('*.safetensors')))} shards")
-    print(f"{'step':10s} seconds   GB/s   peak memory, GB (allowed {allowed / 1e9:.2f})")
-    for number, seconds in enumerate(copies, start=1):
-        print(f"{f'copy {number}':10s} {seconds:7.1f} {total / seconds / 1e9:6.2f}")
-    for name, (seconds, peak) in steps.items():
-        print(f"{name:10s} {seconds:7.1f} {total / seconds / 1e9:6.2f}   {peak / 1e9:.2f}")
-    ratio = sum(seconds for seconds, _ in steps.values()) / copied
-    peak = max(peak for _, peak in steps.values())
+    elements = sum(math.prod(shape) for shape in published_shapes(config).values())
+    print(f"{elements:,} parameters, {total / 1e9:.2f} GB, largest tensor {largest / 1e9:.2f} GB, {len(list(source.glob('*.safetensors')))} shards")
+    print(f"{'step':10s} seconds    CPU   GB/s   peak memory, GB (allowed {allowed / 1e9:.2f})")
+    for number, (seconds, cpu) in enumerate(copies, start=1):
+        print(f"{f'copy {number}':10s} {seconds:7.1f} {cpu:6.1f} {total / seconds / 1e9:6.2f}")
+    for name, (seconds, cpu, peak) in steps.items():
+        print(f"{name:10s} {seconds:7.1f} {cpu:6.1f} {total / seconds / 1e9:6.2f}   {peak / 1e9:.2f}")
+    ratio = sum(seconds for seconds, *_ in steps.values()) / copied
+    peak = max(peak for *_, peak in steps.values())
     met = exact and ratio <= TARGET and peak <= allowed
     print(f"bit-exact: {exact}")
     print(f"hf_roundtrip ratio={ratio:.2f} target={TARGET} peak_gb={peak / 1e9:.2f} allowed_gb={allowed / 1e9:.2f} {'met' if met else 'missed'}")

@@ -18,7 +18,6 @@ from pathlib import Path  # noqa: E402
 
 from absl import flags  # noqa: E402
 
-from intraskill import parts  # noqa: E402
 from intraskill.models.qwen35 import hf  # noqa: E402
 
 _RUN = flags.DEFINE_string("run", None, "run directory")
@@ -40,6 +39,8 @@ def main(_) -> None:
             hf.export_imported(_IMPORTED.value, _OUT.value, _DTYPE.value)
             print(f"{_OUT.value}: {_IMPORTED.value}")
         else:
+            from intraskill import parts  # with all that a run is made of; an import needs none of it
+
             step = parts.export_run(Path(_RUN.value), Path(_OUT.value), _DTYPE.value)
             print(f"{_OUT.value}: step {step} of {_RUN.value}")
         if (Path(_OUT.value) / hf.MTP_NOTE).exists():
