@@ -108,16 +108,14 @@ def _leaf(config: ModelConfig) -> Callable[[Parameter], jax.ShapeDtypeStruct]:
     return leaf
 
 
-def _build(config: ModelConfig, lay_out: Callable[[Parameter, np.ndarray], None]) -> Params:
-    """Parameters from a function that fills the array of one entry of the tree."""
+def _build(config: ModelConfig, read: Callable[[Parameter, jax.ShapeDtypeStruct], np.ndarray]) -> Params:
+    """Parameters from a function that makes the array of one entry of the tree, of the given shape and dtype."""
     leaf, tree = _leaf(config), {}
     for parameter in parameters(config):
-        array = np.empty(leaf(parameter).shape, leaf(parameter).dtype)
-        lay_out(parameter, array)
         node = tree
         for key in parameter.path[:-1]:
             node = node.setdefault(key, {})
-        node[parameter.path[-1]] = jnp.array(array)
+        node[parameter.path[-1]] = jnp.array(read(parameter, leaf(parameter)))
     return tree
 
 
@@ -129,11 +127,13 @@ def from_hf_tensors(config: ModelConfig, tensors: Mapping[str, Any], source: str
     """
     names = check_tensors(config, {name: tuple(t.shape) for name, t in tensors.items()}, source)
 
-    def lay_out(parameter: Parameter, array: np.ndarray) -> None:
+    def read(parameter: Parameter, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        array = np.empty(leaf.shape, leaf.dtype)
         for name, _, views in parameter.tensors(array):
             hf_files.fill(views, np.asarray(tensors[names[name]]))
+        return array
 
-    return _build(config, lay_out)
+    return _build(config, read)
 
 
 def to_hf_tensors(config: ModelConfig, params: Params, prefix: str = "model.") -> Iterator[tuple[str, np.ndarray]]:
@@ -173,21 +173,23 @@ def load_hf(directory: str | os.PathLike[str], **overrides: Any) -> tuple[ModelC
     source = Source.open(Path(directory))
     config = _to_config(source.directory, source.config, **overrides)
     names = _check_source(config, source)
-    if source.record is not None:
-        store = _open_store(config, source)
+    store = None if source.record is None else _open_store(config, source)
 
-        def lay_out(parameter: Parameter, array: np.ndarray) -> None:
+    def read(parameter: Parameter, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        if store is not None and not parameter.stacked:
+            return store.read(parameter.names[0]).astype(leaf.dtype, copy=False)
+        array = np.empty(leaf.shape, leaf.dtype)
+        if store is not None:
             for name, part in zip(parameter.names, parameter.parts(array), strict=True):
                 part[...] = store.read(name)
-    else:
-
-        def lay_out(parameter: Parameter, array: np.ndarray) -> None:
+        else:
             for name, _, views in parameter.tensors(array):
                 hf_files.read_into(views, source.tensors[names[name]])
+        return array
 
     if source.towers:
         _log.info("%s: left out %d tensors of other towers (vision, multi-token prediction)", source.directory, len(source.towers))
-    return config, _build(config, lay_out)
+    return config, _build(config, read)
 
 
 def _unstacked(config: ModelConfig) -> ModelConfig:
