@@ -169,7 +169,12 @@ def _largest(a: list[np.ndarray], b: list[np.ndarray]) -> float:
 
 def figures(here: Outputs, there: Outputs) -> list[Figure]:
     """Every figure; the last row of LENGTHS is the one that cached steps are compared on, since it fills the width."""
-    relative = {name: float(np.max(np.abs(here.gradients[name] - expected)) / np.max(np.abs(expected))) for name, expected in there.gradients.items()}
+    # A difference below the float32 resolution of the largest gradient is rounding, however small the tensor's own gradient is.
+    resolution = float(np.finfo(np.float32).eps) * max(float(np.max(np.abs(g))) for g in there.gradients.values())
+    relative = {
+        name: float(np.max(np.abs(here.gradients[name] - expected)) / max(np.max(np.abs(expected)), resolution / GRADIENTS))
+        for name, expected in there.gradients.items()
+    }
     worst = max(relative, key=lambda name: np.nan_to_num(relative[name], nan=np.inf))
     forward = here.logits["forward"]
     return [

@@ -35,13 +35,13 @@ def _worth_saying(record: logging.LogRecord) -> bool:
 def main(_) -> None:
     logging.getLogger("absl").addFilter(_worth_saying)
     with entry.one_line_errors():
-        if _RUN.value is None:
+        if _IMPORTED.value is not None:
             hf.export_imported(_IMPORTED.value, _OUT.value, _DTYPE.value)
             print(f"{_OUT.value}: {_IMPORTED.value}")
         else:
             from intraskill import parts  # with all that a run is made of; an import needs none of it
 
-            step = parts.export_run(Path(_RUN.value), Path(_OUT.value), _DTYPE.value)
+            step = parts.export_run(Path(str(_RUN.value)), Path(_OUT.value), _DTYPE.value)
             print(f"{_OUT.value}: step {step} of {_RUN.value}")
         if (Path(_OUT.value) / hf.MTP_NOTE).exists():
             print("its multi-token prediction tensors are those of the original checkpoint, and stale: the text tower has been trained since")

@@ -40,7 +40,12 @@ def multimodal(tmp_path_factory):
     vision = {**VISION, "out_hidden_size": config.hidden_size}
     whole = qwen.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True, image_token_id=1, video_token_id=2)
     torch.manual_seed(0)
-    model = qwen.Qwen3_5ForConditionalGeneration(whole).to(torch.bfloat16)
+    model = qwen.Qwen3_5ForConditionalGeneration(whole)
+    with torch.no_grad():  # the usual initial values are so small that the layers hardly show in logits and gradients
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    model = model.to(torch.bfloat16)
     model.save_pretrained(directory, max_shard_size="40KB")
     file = sorted(directory.glob("*.safetensors"))[-1]
     save_file({**load_file(file), "mtp.fc.weight": np.ones((3, 4), np.float32)}, file, metadata={"format": "pt"})

@@ -91,7 +91,7 @@ def check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], so
 
 def _check_source(config: ModelConfig, source: Source) -> dict[str, str]:
     published = source.published
-    shapes, dtypes = ({name: entry[i] for name, entry in published.items()} for i in (1, 0))
+    shapes, dtypes = {name: shape for name, (_, shape) in published.items()}, {name: dtype for name, (dtype, _) in published.items()}
     return check_tensors(config, shapes, str(source.directory), dtypes)
 
 
@@ -100,7 +100,7 @@ def _leaf(config: ModelConfig) -> Callable[[Parameter], jax.ShapeDtypeStruct]:
     one = abstract_params(dataclasses.replace(config, num_layers=config.full_attention_interval, scan_layers=False))
 
     def leaf(parameter: Parameter) -> jax.ShapeDtypeStruct:
-        part = one
+        part: Any = one
         for key in parameter.path:
             part = part[str(int(key) % config.full_attention_interval) if key.isdigit() else key]
         return jax.ShapeDtypeStruct(((len(parameter.rules),) if parameter.stacked else ()) + part.shape, part.dtype)
