@@ -59,8 +59,9 @@ class _Unmade:
 
 class _OneByOne(ocp.type_handlers.NumpyHandler):
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
-        # No sync per file: `hf_directory.created` syncs everything once, before the directory gets its name.
-        context = tensorstore.Context({"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
+        # No sync per file: `hf_directory.created` syncs everything once, before the directory gets its name. No cache: it would fill with what was
+        # written and is never read.
+        context = tensorstore.Context({"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 0}})
         for array, info, arg in zip(ahead(value.make() for value in values), infos, args, strict=True):
             for written in await super().serialize([array], [info.replace(ts_context=context)], [arg]):
                 await asyncio.to_thread(written.result)
