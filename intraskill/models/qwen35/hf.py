@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from intraskill.models.qwen35 import hf_directory, hf_files, hf_orbax
@@ -115,7 +114,8 @@ def _build(config: ModelConfig, read: Callable[[Parameter, jax.ShapeDtypeStruct]
         node = tree
         for key in parameter.path[:-1]:
             node = node.setdefault(key, {})
-        node[parameter.path[-1]] = jnp.array(read(parameter, leaf(parameter)))
+        # A copy, since an alias of memory that is not JAX's own cannot be donated; and not `jnp.array`, which compiles a copy for every shape.
+        node[parameter.path[-1]] = jax.device_put(read(parameter, leaf(parameter)), may_alias=False)
     return tree
 
 
