@@ -32,8 +32,6 @@ from intraskill.skills.cards import Mechanisms, load_mechanisms
 from intraskill.telemetry import Metrics, Progress
 from intraskill.types import Engine, InputError, Sampling, Shop, Task
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
-
 # Noise streams: the same group index means different random numbers in each.
 TRAIN, RETRY, VALIDATE_BARE, VALIDATE_MASKED, TEST = range(5)
 
@@ -253,10 +251,10 @@ class Parts:
         return make_identity(self.config, self.policy, weights_digest, self.shop_identity)
 
     def export(self, state: TrainState) -> Path:
-        """The policy as a Hugging Face directory, tokenizer included: `export/` in the run."""
+        """The policy as a Hugging Face directory like the one it started from, tokenizer included: `export/` in the run."""
         directory = self.run.path / "export"
         if not directory.exists():  # it appears complete or not at all, so a resumed run need not write it twice
-            export(directory, self.policy.config, state.params, Path(self.config.model.checkpoint))
+            hf.save_hf(directory, self.policy.config, state.params, source=self.config.model.checkpoint)
         return directory
 
     def close(self) -> None:
@@ -315,13 +313,7 @@ def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, sh
     )
 
 
-def export(directory: Path, shape: ModelConfig, params: Any, source: Path, dtype: str = "float32") -> None:
-    """Writes `params` in Hugging Face layout with the tokenizer's files of `source`."""
-    files = [path for name in TOKENIZER_FILES if (path := source / name).is_file()]
-    hf.save_hf(directory, shape, params, dtype, files)
-
-
-def export_run(run: Path, directory: Path, dtype: str) -> int:
+def export_run(run: Path, directory: Path, dtype: str | None) -> int:
     """Exports a run's newest checkpoint; returns its step. Raises InputError when there is none."""
     path = run / "config.json"
     if not path.is_file():
@@ -336,5 +328,5 @@ def export_run(run: Path, directory: Path, dtype: str) -> int:
         restored = checkpoints.restore(make_learner(config, shape, Sampling(1)).abstract_state(model.abstract_params(shape)))
     finally:
         checkpoints.close()
-    export(directory, shape, restored.state.params, source, dtype)
+    hf.save_hf(directory, shape, restored.state.params, dtype, source=source)
     return restored.step

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import tiny
+from models import checkpoints, tiny
 from safetensors.numpy import load_file, save_file
 
-from intraskill.models.qwen35 import hf, model
+from intraskill.models.qwen35 import hf
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.types import InputError
 
@@ -24,7 +24,7 @@ def assert_equal_trees(a, b):
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_round_trip_is_bit_exact(tmp_path, shape):
     config = tiny.config(shape)
-    params = tiny.params(config)
+    params = checkpoints.params(config)
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
     hf.save_hf(tmp_path / "out", config, params, extra_files=[tokenizer], shard_bytes=30_000)
@@ -38,7 +38,7 @@ def test_round_trip_is_bit_exact(tmp_path, shape):
 
 def test_bfloat16_keeps_the_decay_rates(tmp_path):
     config = tiny.config()
-    params = tiny.params(config)
+    params = checkpoints.params(config)
     hf.save_hf(tmp_path / "out", config, params, "bfloat16")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     kinds = {name: str(t.dtype) for name, t in tensors.items()}
@@ -51,7 +51,7 @@ def test_bfloat16_keeps_the_decay_rates(tmp_path):
 def test_published_layout_of_the_linear_projection():
     """All queries, then all keys, then all values; value head h belongs to key head h // 2."""
     config = tiny.config("two_values_a_key")  # 2 key heads of 16, 4 value heads of 24
-    tensors = tiny.hf_tensors(config, model.init_params(config, jax.random.key(0)))
+    tensors = tiny.hf_tensors(config, checkpoints.params(config))
     flat = np.arange(2 * 16 + 2 * 16 + 4 * 24, dtype=np.float32)
     name = "model.layers.0.linear_attn.in_proj_qkv.weight"
     tensors[name] = np.broadcast_to(flat[:, None], tensors[name].shape)
@@ -61,7 +61,7 @@ def test_published_layout_of_the_linear_projection():
 
 def test_multimodal_layout(tmp_path, caplog):
     config = tiny.config("three_values_a_key")
-    params = tiny.params(config)
+    params = checkpoints.params(config)
     tensors = dict(hf.to_hf_tensors(config, params, prefix="model.language_model."))
     tensors |= {"model.visual.patch_embed.proj.weight": np.zeros((2, 2), np.float32), "mtp.fc.weight": np.zeros(3, np.float32)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -81,7 +81,7 @@ def test_multimodal_layout(tmp_path, caplog):
 @pytest.fixture
 def checkpoint(tmp_path):
     config = tiny.config()
-    hf.save_hf(tmp_path / "good", config, model.init_params(config, jax.random.key(0)))
+    hf.save_hf(tmp_path / "good", config, checkpoints.params(config))
     return tmp_path / "good"
 
 

@@ -237,23 +237,24 @@ def abandon(port: int, num: int) -> None:
 @pytest.mark.timeout(900)  # 10,000 requests: seconds, but not on a machine that is busy with something else
 def test_ten_thousand_abandoned_episodes_leave_nothing(shop):
     clock, waves, size = Clock(), 20, 500
-    with ServerThread(shop, clock=clock, lease_seconds=60, capacity=size, open_wait_seconds=0) as server:
+    with ServerThread(shop, clock=clock, lease_seconds=60, capacity=size + 1, open_wait_seconds=0) as server:
         port = int(server.url.rsplit(":", 1)[1])
-        sizes = []
-        for _ in range(waves):
-            abandon(port, size)  # fills the shop: the next wave finds room only because this one expires
-            clock.now += 61
-            gc.collect()
-            sizes.append(len(gc.get_objects()))
-        assert server.service.counts["opened"] == waves * size and server.service.counts["expired"] == (waves - 1) * size
-        # One wave is held at any time; what 18 further waves left would be 9,000 sessions with some objects each.
-        assert sizes[-1] - sizes[1] < 2000, sizes
         connection = connect(server)
         path = open_episode(connection)
-        assert len(server.service.episodes) == 1 and server.service.counts["expired"] == waves * size
+        sizes = []
+        for _ in range(waves):
+            abandon(port, size)  # the shop is full: the next episode finds room only because these expire, then or in the sweep before
+            clock.now += 61
+            path = open_episode(connection)
+            assert len(server.service.episodes) == 1
+            gc.collect()
+            sizes.append(len(gc.get_objects()))
+        assert server.service.counts["opened"] == waves * (size + 1) + 1 and server.service.counts["expired"] == waves * (size + 1)
+        # What 18 further waves left would be 9,000 sessions with some objects each.
+        assert sizes[-1] - sizes[1] < 2000, sizes
         clock.now += 61
         assert ask(connection, "GET", path)[0] == 404
-        assert not server.service.episodes and server.service._room._value == size
+        assert not server.service.episodes and server.service._room._value == size + 1
         connection.close()
 
 

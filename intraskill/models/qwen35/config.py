@@ -1,6 +1,7 @@
 """The shape of a dense Qwen3.5 text model, and its translation to and from Hugging Face's `config.json`."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -169,15 +170,20 @@ class ModelConfig:
         for key, expected in (("hidden_act", "silu"), ("attention_bias", False), ("attn_output_gate", True)):
             _check(text.get(key, expected) == expected, f"config.json: {key} is {text[key]!r}, only {expected!r} is supported" if key in text else "")
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        _check(isinstance(rope, Mapping), f"config.json: rope_parameters is {rope!r}, expected an object")
         _check(
             rope.get("rope_type", "default") in ("default", "mrope"),
             f"config.json: rope_type is {rope.get('rope_type')!r}, only the default rotation is supported",
         )
         theta = rope.get("rope_theta", text.get("rope_theta"))
         _check(theta is not None, "config.json lacks rope_theta, both in rope_parameters and beside it")
+        factor = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+        for key, value in (("rope_theta", theta), ("partial_rotary_factor", factor)):
+            known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            _check(known, f"config.json: {key} is {value!r}, expected a number")
         fields = {name: text[key] for name, key in _HF_KEYS.items()}
         fields["rope_theta"] = float(theta)
-        fields["partial_rotary_factor"] = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25)))
+        fields["partial_rotary_factor"] = float(factor)
         fields["tie_embeddings"] = bool(hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
         fields["full_attention_interval"] = _interval(text)
         return cls(**{**fields, **overrides})
@@ -215,6 +221,7 @@ def _interval(text: Mapping[str, Any]) -> int:
     """The interval at which full attention recurs, from either of the two keys; when both are there they must agree."""
     interval, types = text.get("full_attention_interval"), text.get("layer_types")
     _check(types is not None or interval is not None, "config.json lacks layer_types and full_attention_interval: one of them is needed")
+    _check(types is None or isinstance(types, list), f"config.json: layer_types is {types!r}, expected a list")
     kinds: list[str] = list(types or ())
     if interval is None:
         _check("full_attention" in kinds, "config.json: layer_types holds no full_attention layer, which is not a Qwen3.5 model")

@@ -1,0 +1,54 @@
+"""config.json with values that nobody should write: a model, or one line that says what is wrong."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import tiny
+
+from intraskill.models.qwen35 import hf
+from intraskill.models.qwen35.config import ModelConfig
+from intraskill.types import InputError
+
+TEXT = tiny.config("three_to_one").to_hf()
+ODD = [None, True, False, 0, -1, 7, 2.5, 1e400, float("nan"), "", "8", "x", [], [1], ["linear_attention"], {}, {"rope_type": 3}, {"rope_theta": "x"}]
+
+
+def write(directory, content):
+    (directory / "config.json").write_text(json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("config")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.dictionaries(st.sampled_from(sorted(TEXT)), st.sampled_from(ODD), min_size=1, max_size=2), nested=st.booleans())
+def test_odd_values_never_raise_anything_else(directory, changes, nested):
+    text = {**TEXT, **changes}
+    write(directory, {"model_type": "qwen3_5", "text_config": text} if nested else text)
+    try:
+        assert isinstance(hf.load_config(directory), ModelConfig)
+    except InputError as error:
+        assert str(error) and "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"layer_types": 3}, "layer_types"),
+        ({"num_attention_heads": 3}, "num_heads is 3"),
+        ({"hidden_size": -8}, "hidden_size is -8"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_wrong_values_are_named(tmp_path, changes, message):
+    write(tmp_path, {**TEXT, **changes})
+    with pytest.raises(InputError, match=message) as caught:
+        hf.load_config(tmp_path)
+    assert "config.json" in str(caught.value) or "model " in str(caught.value)
