@@ -3,8 +3,8 @@
     python launch/train.py --config=configs/coevolve.py --config.model.checkpoint=DIR_OF_QWEN3.5_4B
 
 Not run by us: no accelerator was at hand. Four rounds of 20 steps generate 20,480 episodes and train on 10,240 in 160 updates; the
-published run took 209 to 245 s of rollout a step on four 80 GB devices. Until the SGLang client is there the engine is the embedded one
-in the training process, so one host must hold the policy, its optimizer state and the engine's caches.
+published run took 209 to 245 s of rollout a step on four 80 GB devices. Episodes come from SGLang servers (docs/rollout.md says how to start
+them), or from `launch/serve_engine.py` where there is no SGLang; both must see the run's directory under the same path.
 """
 
 from ml_collections import ConfigDict
@@ -35,6 +35,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "decode_rows": 64,
         }
     )
+    config.engine.update({"kind": "sglang", "addresses": ("http://127.0.0.1:30000",)})
     config.grpo.update(
         {
             "learning_rate": 1e-6,
