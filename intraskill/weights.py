@@ -30,6 +30,8 @@ LAYOUTS = (manifest.ORBAX, manifest.SAFETENSORS)
 # Serving engines hold the decay rates in float32 whatever the dtype of the rest.
 _ALWAYS_FLOAT32 = "linear_attn.A_log"
 _SHARD_BYTES = 4 << 30
+# A rank of a tensor-parallel engine reads its share in pieces of this size; smaller ones cost more calls.
+_CHUNK_BYTES = 8 << 20
 
 
 class WeightsError(InputError):
@@ -130,7 +132,8 @@ def _write(path: pathlib.Path, tensors: dict[str, np.ndarray], layout: str) -> N
     path.parent.mkdir(parents=True)
     if layout == manifest.ORBAX:
         with contextlib.closing(_checkpointer()) as checkpointer:
-            checkpointer.save(path, args=ocp.args.PyTreeSave(tensors))
+            pieces = dict.fromkeys(tensors, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
+            checkpointer.save(path, args=ocp.args.PyTreeSave(tensors, save_args=pieces))
         return
     path.mkdir()
     shards: list[dict[str, np.ndarray]] = [{}]
@@ -198,7 +201,7 @@ def read(published: Published, config: ModelConfig) -> Any:
     if too_wide:
         raise WeightsError(f"{path} holds {', '.join(too_wide)}, the model's parameters are {config.param_dtype}: publish with the same param_dtype")
     tensors = _read_arrays(path, list(entries), content["layout"])
-    wrong = [name for name, tensor in tensors.items() if manifest.fingerprint(tensor) != entries[name]]
+    wrong = [name for name, entry in entries.items() if name not in tensors or manifest.fingerprint(tensors[name]) != entry]
     if wrong:
         raise WeightsError(f"{path}: {len(wrong)} tensors are not what the manifest says, the first is {wrong[0]}: publish again")
     return hf.from_hf_tensors(config, tensors, str(path))

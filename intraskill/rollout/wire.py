@@ -8,6 +8,7 @@ import base64
 import binascii
 import hashlib
 import re
+from typing import Any
 
 from intraskill.types import InputError, Session
 
@@ -31,7 +32,7 @@ def write_payload(kind: str, path: str) -> str:
     return base64.b64encode(_pickle(kind, path)).decode()
 
 
-def read_payload(text: str) -> tuple[str, str]:
+def read_payload(text: Any) -> tuple[str, str]:
     """Kind and path of such an item. Raises InputError for anything else, without interpreting it."""
     refusal = InputError(f"the tensor payload is not [(kind, uint8 path)] with kind {' or '.join(KINDS)}: only published versions can be loaded")
     try:
@@ -47,7 +48,7 @@ def read_payload(text: str) -> tuple[str, str]:
     return kind, path
 
 
-def request_id(session: Session, number: int) -> str:
+def request_id(session: Session, number: str) -> str:
     """SGLang takes any unique text; ours also says to which session the turn belongs. The prefix up to the slash stands for the session."""
     return f"{session.id}/{number}"
 

@@ -1,0 +1,70 @@
+"""A real SGLang server with the pocket checkpoint, as a process group that ends with the test session."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from rollout.served import Served
+from sglang_cpu import serve
+
+from intraskill.models.qwen35 import hf
+from pocket.warm_start import make_chat
+
+CHECKPOINT = serve.ROOT / "pocket/checkpoint"
+START_SECONDS = 1500  # 46 s on two idle cores
+# bf16 on both sides; what the issue allows.
+MEAN_ERROR, MAX_ERROR = 0.02, 0.1
+
+
+class Process:
+    """Starts the server; as a context manager, waits until it answers and kills it in the end."""
+
+    def __init__(self, environment: Path, log: Path, *more: str):
+        self._environment, self._log, self._more = environment, log, more
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = serve.command(self._environment, CHECKPOINT, self.port, *self._more)
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, env=serve.variables(), stdout=log, stderr=log, start_new_session=True)
+
+    def wait(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(self.address + "/health", timeout=60) as answer:
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+        raise RuntimeError(f"SGLang did not start:\n{self._log.read_text()[-4000:]}")
+
+    def kill(self) -> None:
+        """SIGKILL to the server and all of its processes: it ends gracefully only once no request is left."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def __enter__(self) -> "Process":
+        self.start()
+        try:
+            self.wait()
+        except BaseException:
+            self.kill()
+            raise
+        config, params = hf.load_hf(CHECKPOINT, dtype="bfloat16", param_dtype="float32")
+        chat = make_chat(CHECKPOINT)
+        self.served = Served(self.address, config, params, 512, chat.stop_ids, chat.banned_ids(config.vocab_size), MEAN_ERROR, MAX_ERROR)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
