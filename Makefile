@@ -5,7 +5,10 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 TORCH_STAMP := $(VENV)/.installed-torch
 
-.PHONY: venv demo test check test-extra bench clean
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+
+.PHONY: venv demo test check test-extra test-sglang bench clean
 
 venv: $(STAMP)
 
@@ -36,8 +39,16 @@ check: $(STAMP)
 test-extra: $(TORCH_STAMP)
 	INTRASKILL_NO_SKIPS=1 $(RUN) -m pytest -n 2 -m torch -rs
 
+$(SGLANG_STAMP): tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt $(wildcard tests/sglang_cpu/stand_ins/*.py tests/sglang_cpu/stand_ins/*/*.py)
+	bash tests/sglang_cpu/install.sh $(SGLANG_VENV) $(PYTHON)
+	touch $@
+
+# A real SGLang on the CPU: 3.5 GB, minutes to install, 4 GB of memory. Writes its figures into docs/rollout.md.
+test-sglang: $(STAMP) $(SGLANG_STAMP)
+	INTRASKILL_SGLANG=$(CURDIR)/$(SGLANG_VENV) INTRASKILL_NO_SKIPS=1 $(RUN) -m pytest -n 0 --timeout=3600 tests/rollout/test_engine_contract.py tests/sglang_cpu
+
 bench: $(STAMP)
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(RUN) "$$script"; done
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info

@@ -58,7 +58,7 @@ setup(
     extras_require={
         "cuda": ["jax[cuda12]>=0.10,<0.11"],
         "tpu": ["jax[tpu]>=0.10,<0.11"],
-        "sglang": ["sglang>=0.5.18,<0.6"],
+        "sglang": ["sglang>=0.5.21,<0.6", "tensorstore>=0.1.60"],
         "analyst": ["google-genai>=1,<3"],
         "wandb": ["wandb>=0.19,<1"],
         "parity": PARITY,

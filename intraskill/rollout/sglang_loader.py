@@ -12,6 +12,9 @@ counts is only the digest that `GET /get_weights_by_name {"name": "intraskill.di
 in the digest.
 """
 
+# torch belongs to SGLang's environment, not to the one that is checked.
+# pyright: reportMissingImports=false
+
 import collections
 import concurrent.futures
 import dataclasses
