@@ -79,7 +79,7 @@ class JaxEngine:
         try:
             return await request.done
         except asyncio.CancelledError:
-            self._scheduler.drop(session.id)
+            self._scheduler.drop(session.id, request)
             raise
 
     async def release(self, session: Session) -> None:

@@ -215,11 +215,15 @@ class Scheduler:
             self._activate(episode, rebuild=False)
         self._forget_surplus()
 
-    def drop(self, session_id: str) -> Request | None:
-        """Forgets a session, wherever it stands, and returns the turn that was in flight. What a running call computes for it is ignored."""
-        episode = self._episodes.pop(session_id, None)
-        if episode is None:
+    def drop(self, session_id: str, turn: Request | None = None) -> Request | None:
+        """Forgets a session, wherever it stands, and returns the turn that was in flight. What a running call computes for it is ignored.
+
+        With `turn` only while that turn is in flight: another one may have taken the session's name since.
+        """
+        episode = self._episodes.get(session_id)
+        if episode is None or (turn is not None and episode.request is not turn):
             return None
+        del self._episodes[session_id]
         if episode in self._waiting:
             self._waiting.remove(episode)
         self._active.pop(session_id, None)
