@@ -2,14 +2,16 @@
 
 import asyncio
 import os
-from pathlib import Path
 
 import pytest
+from loop.fixtures import launcher
 from rollout import models
 from rollout.served import Served
 
 from intraskill.rollout import engine_server
 from intraskill.rollout.jax_engine import JaxEngine
+
+__all__ = ["launcher"]
 
 CONFIG = models.config()
 SIZES = dict(num_slots=4, max_length=96, num_prompts=2, decode_block=3, prefill_buckets=(8, 16), prefill_tokens=32)
@@ -23,20 +25,13 @@ def tiny_engine():
     asyncio.run(engine.close())
 
 
-@pytest.fixture(scope="session")
-def sglang_process(tmp_path_factory):
-    from sglang_cpu.process import Process
-
-    with Process(Path(SGLANG), tmp_path_factory.mktemp("sglang") / "log") as process:
-        yield process
-
-
 @pytest.fixture
 async def served(request):
     """The server as new: nothing in flight, no weights loaded by a client."""
     if SGLANG:
-        process = request.getfixturevalue("sglang_process")
-        yield process.served
+        from sglang_cpu.process import shared
+
+        yield shared(SGLANG).served
         return
     engine: JaxEngine = request.getfixturevalue("tiny_engine")
     async with engine_server.serve(engine, "tiny") as address:

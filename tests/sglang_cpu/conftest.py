@@ -3,9 +3,9 @@
 import os
 
 import pytest
-from rollout.conftest import served, sglang_process
+from rollout.conftest import served
 
-__all__ = ["served", "sglang_process"]
+__all__ = ["served"]
 
 if not os.environ.get("INTRASKILL_SGLANG"):
     collect_ignore_glob = ["test_*.py"]

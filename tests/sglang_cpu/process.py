@@ -1,14 +1,18 @@
 """A real SGLang server with the pocket checkpoint, as a process group that ends with the test session."""
 
+import atexit
+import functools
 import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pytest
 from rollout.served import Served
 from sglang_cpu import serve
 
@@ -22,17 +26,17 @@ MEAN_ERROR, MAX_ERROR = 0.02, 0.1
 
 
 class Process:
-    """Starts the server; as a context manager, waits until it answers and kills it in the end."""
+    """The server's process group. Kept by `shared`."""
 
-    def __init__(self, environment: Path, log: Path, *more: str):
-        self._environment, self._log, self._more = environment, log, more
+    def __init__(self, environment: Path, log: Path):
+        self._environment, self._log = environment, log
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = serve.command(self._environment, CHECKPOINT, self.port, *self._more)
+        command = serve.command(self._environment, CHECKPOINT, self.port)
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, env=serve.variables(), stdout=log, stderr=log, start_new_session=True)
 
@@ -47,24 +51,26 @@ class Process:
                         return
             except (urllib.error.URLError, OSError):
                 time.sleep(1)
-        raise RuntimeError(f"SGLang did not start:\n{self._log.read_text()[-4000:]}")
+        pytest.exit(f"SGLang did not start:\n{self._log.read_text(errors='replace')[-4000:]}", returncode=1)
 
     def kill(self) -> None:
         """SIGKILL to the server and all of its processes: it ends gracefully only once no request is left."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def __enter__(self) -> "Process":
-        self.start()
-        try:
-            self.wait()
-        except BaseException:
-            self.kill()
-            raise
+    @functools.cached_property
+    def served(self) -> Served:
         config, params = hf.load_hf(CHECKPOINT, dtype="bfloat16", param_dtype="float32")
         chat = make_chat(CHECKPOINT)
-        self.served = Served(self.address, config, params, 512, chat.stop_ids, chat.banned_ids(config.vocab_size), MEAN_ERROR, MAX_ERROR)
-        return self
+        return Served(self.address, config, params, 512, chat.stop_ids, chat.banned_ids(config.vocab_size), MEAN_ERROR, MAX_ERROR)
 
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+
+@functools.cache
+def shared(environment: str) -> Process:
+    """One server for all tests of this process, killed when it ends."""
+    process = Process(Path(environment), Path(tempfile.mkdtemp(prefix="sglang-")) / "log")
+    process.start()
+    atexit.register(process.kill)
+    process.wait()
+    return process

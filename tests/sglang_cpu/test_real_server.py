@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 from loop.runs import flags
 from rollout.served import FIGURES, play
 from sglang_cpu import serve
-from sglang_cpu.process import CHECKPOINT
+from sglang_cpu.process import CHECKPOINT, shared
 
 from intraskill import fast_loop
 from intraskill.rollout import records, wire
@@ -64,7 +65,7 @@ async def test_what_a_success_code_hides_is_what_the_digest_shows(served, tmp_pa
     await engine.close()
 
 
-async def test_a_server_killed_while_it_generates_gets_the_weights_before_it_goes_on(served, sglang_process, tmp_path):
+async def test_a_server_killed_while_it_generates_gets_the_weights_before_it_goes_on(served, tmp_path):
     published = served.publish(tmp_path, 1, served.nudged())  # not what it starts with
     engine = SGLangEngine([served.address])
     await engine.load_weights(published)
@@ -72,9 +73,10 @@ async def test_a_server_killed_while_it_generates_gets_the_weights_before_it_goe
     while not engine._turns:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.2)
-    await asyncio.to_thread(sglang_process.kill)
+    process = shared(os.environ["INTRASKILL_SGLANG"])
+    await asyncio.to_thread(process.kill)
     start = time.monotonic()
-    await asyncio.to_thread(sglang_process.start)
+    await asyncio.to_thread(process.start)
     completion = await turn
     FIGURES["killed while generating: seconds from its restart to the turn's end"] = f"{time.monotonic() - start:.0f}"
     assert completion.weight_versions == (1,) and len(completion.ids) == 300

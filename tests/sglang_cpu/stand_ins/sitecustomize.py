@@ -14,6 +14,7 @@ class _DeclareOperators(importlib.abc.MetaPathFinder):
 
             library = torch.library.Library("torchvision", "DEF")
             library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             for pooling in ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool", "deform_conv2d"):
                 library.define(f"{pooling}(Tensor a) -> Tensor")
                 library.define(f"_{pooling}_backward(Tensor a) -> Tensor")
