@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 
 import pytest
-from rollout import fakes, models
+from rollout import engine_process, fakes, models
 from rollout.proxy import Proxy
 from rollout.served import Served
 
@@ -305,12 +305,9 @@ class Engines:
         self.processes = []
 
     def start(self, port: int = 0) -> str:
-        sizes = ("--num_slots=4", "--decode_rows=4", "--max_length=96", "--dtype=float32")
-        process = self._launcher.start("launch/serve_engine.py", f"--checkpoint={self._checkpoint}", f"--port={port}", *sizes)
+        process, address = engine_process.start(self._launcher, self._checkpoint, max_length=96, slots=4, port=port)
         self.processes.append(process)
-        process.wait_until(lambda: "engine: " in process.stdout)
-        assert process.status is None, process.stderr
-        return process.stdout.split(" on ")[1].strip()
+        return address
 
     def stop(self) -> None:
         for process in self.processes:

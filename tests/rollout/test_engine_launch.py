@@ -6,6 +6,7 @@ import signal
 import pytest
 from loop.fixtures import checkpoint
 from loop.runs import flags
+from rollout import engine_process
 
 from intraskill.rollout import records
 from intraskill.run_directory import read_json
@@ -16,16 +17,8 @@ pytestmark = pytest.mark.timeout(1500)
 CONFIG = "configs/pocket.py:smoke"
 
 
-def start_engine(launcher, checkpoint, port: int = 0):
-    sizes = ("--num_slots=16", "--decode_rows=16", "--max_length=640", "--dtype=float32")
-    process = launcher.start("launch/serve_engine.py", f"--checkpoint={checkpoint}", f"--port={port}", *sizes)
-    process.wait_until(lambda: "engine: " in process.stdout)
-    assert process.status is None, process.stderr
-    return process, process.stdout.split(" on ")[1].strip()
-
-
 def test_a_run_whose_engine_is_killed_and_started_again_ends_well(launcher, checkpoint, tmp_path):
-    engine, address = start_engine(launcher, checkpoint)
+    engine, address = engine_process.start(launcher, checkpoint, max_length=640, slots=16)
     settings = {"engine__kind": "sglang", "engine__addresses": f"('{address}',)", "schedule__rounds": 1, "schedule__steps_per_round": 2}
     process = launcher.start("launch/train.py", *flags(CONFIG, tmp_path, "run", checkpoint, **settings))
     groups = tmp_path / "run/rounds/000/groups"
@@ -33,7 +26,7 @@ def test_a_run_whose_engine_is_killed_and_started_again_ends_well(launcher, chec
     assert process.status is None, process.stderr
     os.kill(engine.pid, signal.SIGKILL)
     engine.wait()
-    again, same = start_engine(launcher, checkpoint, int(address.rpartition(":")[2]))
+    again, same = engine_process.start(launcher, checkpoint, max_length=640, slots=16, port=int(address.rpartition(":")[2]))
     assert same == address
     assert process.wait() == 0, process.stderr
     assert "takes no turns for now" in process.stderr and "Traceback" not in process.stderr
