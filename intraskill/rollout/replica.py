@@ -21,6 +21,7 @@ from intraskill.types import Completion, EngineError, InputError, Published, Sam
 
 OLDEST = (0, 5, 21)  # sessions of weight updates, and the versions of each span of tokens
 _QUICK_SECONDS = 10.0  # for what no device takes part in
+_ABORT_SECONDS = 5.0  # less than the agent gives an episode's clean-up
 _RETRIED = (408, 429)
 
 
@@ -124,7 +125,7 @@ class Replica:
     async def abort(self, request: str) -> None:
         """Makes the server forget a turn, or with `session.id + "/"` a session; one attempt."""
         try:
-            await self.call("POST", "/abort_request", {"rid": request}, _QUICK_SECONDS, parse=False)
+            await self.call("POST", "/abort_request", {"rid": request}, _ABORT_SECONDS, parse=False)
         except (Transient, EngineError):
             pass  # it is gone, and the turn with it
 

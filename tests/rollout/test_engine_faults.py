@@ -9,6 +9,7 @@ import random
 import signal
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from rollout import engine_process, fakes, models
 from rollout.proxy import Proxy
@@ -351,7 +352,11 @@ async def test_an_engine_killed_or_stopped_mid_generation_costs_nothing_but_time
         restarted = await asyncio.to_thread(engines.start, int(addresses[0].rpartition(":")[2]))
         assert restarted == addresses[0]
         os.kill(engines.processes[1].pid, signal.SIGCONT)
-        assert await battered == quiet
+        # A replica that has lost a prefix computes it in one stretch, so log-probs may differ in their last bits.
+        for found, expected in zip(await battered, quiet, strict=True):
+            assert [(tokens, status) for tokens, _, status in found] == [(tokens, status) for tokens, _, status in expected]
+            for (_, a, _), (_, b, _) in zip(found, expected, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-4)
         assert (await engine.healthy()).digest == published.digest
     finally:
         await engine.close()

@@ -29,7 +29,7 @@ def test_a_run_whose_engine_is_killed_and_started_again_ends_well(launcher, chec
     again, same = engine_process.start(launcher, checkpoint, max_length=640, slots=16, port=int(address.rpartition(":")[2]))
     assert same == address
     assert process.wait() == 0, process.stderr
-    assert "takes no turns for now" in process.stderr and "Traceback" not in process.stderr
+    assert "Traceback" not in process.stderr
     played = [records.from_json(read_json(p)) for p in sorted(groups.glob("*.json"))]
     assert len(played) >= 8 and all(g.scored for g in played)
     for group in played:  # four groups a step, sampled with the weights of that step whatever process held them

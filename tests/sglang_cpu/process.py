@@ -21,8 +21,9 @@ from pocket.warm_start import make_chat
 
 CHECKPOINT = serve.ROOT / "pocket/checkpoint"
 START_SECONDS = 1500  # 46 s on two idle cores
-# bf16 on both sides; what the issue allows.
+# Of log-probs in bfloat16 on both sides: on real episodes, and on random prompts, about which the policy knows nothing.
 MEAN_ERROR, MAX_ERROR = 0.02, 0.1
+RANDOM_MEAN_ERROR, RANDOM_MAX_ERROR = 0.05, 0.5
 
 
 class Process:
@@ -63,7 +64,7 @@ class Process:
     def served(self) -> Served:
         config, params = hf.load_hf(CHECKPOINT, dtype="bfloat16", param_dtype="float32")
         chat = make_chat(CHECKPOINT)
-        return Served(self.address, config, params, 512, chat.stop_ids, chat.banned_ids(config.vocab_size), MEAN_ERROR, MAX_ERROR)
+        return Served(self.address, config, params, 512, chat.stop_ids, chat.banned_ids(config.vocab_size), RANDOM_MEAN_ERROR, RANDOM_MAX_ERROR)
 
 
 @functools.cache

@@ -11,17 +11,22 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from loop.runs import flags
-from rollout.served import FIGURES, play
+from rollout.served import FIGURES
 from sglang_cpu import serve
-from sglang_cpu.process import CHECKPOINT, shared
+from sglang_cpu.process import CHECKPOINT, MAX_ERROR, MEAN_ERROR, shared
 
+from configs import pocket
 from intraskill import fast_loop
 from intraskill.rollout import records, wire
+from intraskill.rollout.agent import Limits
+from intraskill.rollout.collect import Assignment, Rollout, collect_groups
 from intraskill.rollout.sglang import SGLangEngine
 from intraskill.run_directory import read_json
-from intraskill.types import Session, Status
+from intraskill.types import Mask, Sampling, Session, Status
+from launch import shop as shops
+from launch.shop import ClientShop
 from pocket.warm_start import make_chat
+from shop_env.client import ShopClient
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -87,14 +92,16 @@ async def test_a_server_killed_while_it_generates_gets_the_weights_before_it_goe
 def test_one_round_of_the_whole_loop(served, tmp_path):
     """Rollout, update, sync, analysis, gate, next bank, with the pocket policy; two steps, so that updated weights were sampled from."""
     settings = {"engine.kind": "sglang", "engine.addresses": f"('{served.address}',)", "schedule.rounds": 1, "schedule.steps_per_round": 2}
+    settings |= {"runs_directory": tmp_path, "name": "round"}
     arguments = [f"--config.{key}={value}" for key, value in settings.items()]
-    command = [sys.executable, "launch/train.py", *flags("configs/pocket.py:smoke", tmp_path, "round", CHECKPOINT), *arguments]
+    command = [sys.executable, "launch/train.py", "--config=configs/pocket.py:smoke", *arguments]
     done = subprocess.run(command, cwd=serve.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     run = tmp_path / "round"
     groups = [records.from_json(read_json(p)) for p in sorted(run.glob("rounds/*/groups/*.json"))]
     episodes = [e for g in groups for e in g.trajectories]
-    assert len(episodes) >= 2 * 16 and all(e.scored for e in episodes) and any(e.status == Status.PURCHASE for e in episodes)
+    assert len(episodes) >= 2 * 16 and all(e.scored for e in episodes)
+    assert any(e.status == Status.PURCHASE for e in episodes)
     assert {v for g in groups for e in g.trajectories for t in e.turns for v in t.completion.weight_versions} == {0, 1}
     _assert_token_exact(episodes)
     ratio = fast_loop.prefilled_per_new_token(episodes)
@@ -114,19 +121,28 @@ def _assert_token_exact(episodes) -> None:
             assert list(episode.tokens[end : following.prompt_length]) == chat.tool_result(turn.observation)
 
 
-async def test_the_trainers_float32_log_probs_are_near_too(served, tmp_path):
-    """The pocket configuration trains in float32 while SGLang computes in bfloat16: the gap that importance ratios then carry."""
-    engine = SGLangEngine([served.address])
+async def test_log_probs_of_real_episodes_are_the_trainers(served, tmp_path):
+    """What importance ratios are made of: episodes of the pocket policy in its shop, against the trainer's function and the same weights."""
+    engine, chat = SGLangEngine([served.address]), make_chat(CHECKPOINT)
     published = served.publish(tmp_path, 1)
     await engine.load_weights(published)
-    exact = dataclasses.replace(served, config=dataclasses.replace(served.config, dtype="float32"))
-    differences = []
-    for seed in range(4):
-        sampling = served.sampling(max_new_tokens=20)
-        tokens, sampled, logprobs, _ = await play(engine, f"s{seed}", (seed,), served.prompt(seed, 40), sampling)
-        differences += np.abs(np.array(logprobs) - exact.trainer_log_probs(published, tokens, sampled, sampling)).tolist()
-    FIGURES["the same against the trainer in float32"] = f"{np.mean(differences):.4f} / {np.max(differences):.4f}"
+    sampling = Sampling(40, temperature=1.0, stop_ids=chat.stop_ids, banned_ids=served.banned)
+    with shops.serve(pocket.get_config("smoke")) as shop:
+        async with ShopClient(shop.url, shop.key) as client:
+            tasks = await ClientShop(client).tasks("train")
+            rollout = Rollout(engine, ClientShop(client), chat, sampling, Limits(1152, 24), (0, 0), 2, concurrency=8)
+            groups = await collect_groups(rollout, [Assignment(i, tasks[i], Mask.skill_free(), ()) for i in range(6)], lambda g: None)
     await engine.close()
+    for dtype, bounds in (("bfloat16", (MEAN_ERROR, MAX_ERROR)), ("float32", (np.inf, np.inf))):
+        trainer = dataclasses.replace(served, config=dataclasses.replace(served.config, dtype=dtype), max_length=1152)
+        found = []
+        for episode in (t for g in groups for t in g.trajectories):
+            mask = list(episode.loss_mask)
+            expected = trainer.trainer_log_probs(published, list(episode.tokens), mask, sampling)
+            found += np.abs(np.array(episode.logprobs)[mask] - expected).tolist()
+        name = f"log-probs of real episodes against the trainer in {dtype}: tokens, mean / max of the difference"
+        FIGURES[name] = f"{len(found)}, {np.mean(found):.4f} / {np.max(found):.4f}"
+        assert np.mean(found) <= bounds[0] and np.max(found) <= bounds[1], FIGURES[name]
 
 
 def test_the_environment_is_the_servers_own():
