@@ -34,17 +34,17 @@ _LENGTH = flags.DEFINE_integer("max_length", None, "Tokens an episode may have: 
 _SEED = flags.DEFINE_integer("seed", 0, "With a request's own seed, the source of all randomness.", 0)
 
 
-async def _serve() -> None:
-    config, params = hf.load_hf(_CHECKPOINT.value, dtype=_DTYPE.value, param_dtype="float32")
-    sizes = {"num_slots": _SLOTS.value, "max_length": _LENGTH.value, "decode_rows": min(_ROWS.value, _SLOTS.value)}
+async def _serve(checkpoint: str, max_length: int) -> None:
+    config, params = hf.load_hf(checkpoint, dtype=_DTYPE.value, param_dtype="float32")
+    sizes = {"num_slots": _SLOTS.value, "max_length": max_length, "decode_rows": min(_ROWS.value, _SLOTS.value)}
     engine = JaxEngine(config, params, seed=_SEED.value, **sizes)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         await engine.warmup()  # so that no turn ever waits for a compilation
-        async with engine_server.serve(engine, _CHECKPOINT.value, _HOST.value, _PORT.value) as address:
-            print(f"engine: {_CHECKPOINT.value} on {address}", flush=True)
+        async with engine_server.serve(engine, checkpoint, _HOST.value, _PORT.value) as address:
+            print(f"engine: {checkpoint} on {address}", flush=True)
             await stop.wait()
     finally:
         await engine.close()
@@ -52,10 +52,11 @@ async def _serve() -> None:
 
 def main(_) -> None:
     with entry.one_line_errors():
-        for name, value in (("checkpoint", _CHECKPOINT.value), ("max_length", _LENGTH.value)):
-            if value is None:
-                raise InputError(f"--{name} is missing")
-        asyncio.run(_serve())
+        if _CHECKPOINT.value is None:
+            raise InputError("--checkpoint is missing: give the Hugging Face directory of the model")
+        if _LENGTH.value is None:
+            raise InputError("--max_length is missing: give the run's rollout.max_context")
+        asyncio.run(_serve(_CHECKPOINT.value, _LENGTH.value))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +251,7 @@ def _with_body(handler: Callable[[dict[str, Any]], Coroutine[Any, Any, web.Respo
 
 
 @web.middleware
-async def _refusals(request: web.Request, handler: Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]) -> web.StreamResponse:
+async def _refusals(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
     try:
         return await handler(request)
     except InputError as e:

@@ -299,8 +299,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     try:
         ((kind, data),) = named_tensors
         path = pathlib.Path(bytes(data.cpu().tolist()).decode())
-        # Instances of nn.Module keep plain functions as they are: from now on the server's own route answers with the digest.
-        model.get_weights_by_name = functools.partial(_answer, model, path, [""])
+        _answer_with(model, path, "")
         rank, size = _rank_and_size()
         if kind == PATH:
             _load(model, path, rank, size)
@@ -309,10 +308,15 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     except Exception as e:
         message = str(e) if isinstance(e, LoadError | manifest.ManifestError) else f"{type(e).__name__}: {str(e)[:400]}"
         log.exception("weights were not loaded")
-        model.get_weights_by_name = functools.partial(_answer, model, None, [message])
+        _answer_with(model, None, message)
 
 
-def _load(model: torch.nn.Module, path: pathlib.Path, rank: int, size: int) -> None:
+def _answer_with(model: Any, path: pathlib.Path | None, error: str) -> None:
+    """From now on the server's own route, which calls this method of the model, tells the digest, or why nothing was loaded."""
+    model.get_weights_by_name = functools.partial(_answer, model, path, [error])
+
+
+def _load(model: Any, path: pathlib.Path, rank: int, size: int) -> None:
     content = manifest.read(path)
     if content["layout"] != manifest.ORBAX:
         raise LoadError(f"{path} holds {content['layout']}: update such a version with /update_weights_from_disk")

@@ -16,7 +16,7 @@ def command(environment: Path, checkpoint: Path, port: int, *more: str) -> list[
     return [
         *(str(environment / "bin/python"), "-m", "sglang.launch_server", "--model-path", str(checkpoint)),
         *("--device", "cpu", "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
-        *("--custom-weight-loader", LOADER),
+        *("--custom-weight-loader", LOADER, "--enable-fp32-lm-head"),
         # What the kernels' stand-ins allow, and sizes for two cores.
         *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule"),
         *("--mem-fraction-static", "0.2", "--max-total-tokens", "16384", "--max-running-requests", "32", "--page-size", "1"),
