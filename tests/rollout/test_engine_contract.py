@@ -51,7 +51,7 @@ async def test_turns_are_exact_cached_and_as_probable_as_the_trainer_says(served
             cached.append(later.cached_tokens / end)
             assert 0.9 <= cached[-1] <= 1
     FIGURES["tokens of the previous turns that a turn finds cached, least"] = f"{min(cached):.1%}"
-    FIGURES["log-probs on random prompts against the trainer in bfloat16: mean / max"] = f"{np.mean(differences):.4f} / {np.max(differences):.4f}"
+    FIGURES["log-probs on random prompts against the trainer in float32: mean / max"] = f"{np.mean(differences):.4f} / {np.max(differences):.4f}"
     assert np.mean(differences) <= served.mean_error and np.max(differences) <= served.max_error
 
 

@@ -21,7 +21,7 @@ from pocket.warm_start import make_chat
 
 CHECKPOINT = serve.ROOT / "pocket/checkpoint"
 START_SECONDS = 1500  # 46 s on two idle cores
-# Of log-probs in bfloat16 on both sides: on real episodes, and on random prompts, about which the policy knows nothing.
+# Of log-probs, SGLang in bfloat16 and the trainer in float32: on real episodes, and on random prompts, about which the policy knows nothing.
 MEAN_ERROR, MAX_ERROR = 0.02, 0.1
 RANDOM_MEAN_ERROR, RANDOM_MAX_ERROR = 0.05, 0.5
 
@@ -62,7 +62,7 @@ class Process:
 
     @functools.cached_property
     def served(self) -> Served:
-        config, params = hf.load_hf(CHECKPOINT, dtype="bfloat16", param_dtype="float32")
+        config, params = hf.load_hf(CHECKPOINT, dtype="float32", param_dtype="float32")
         chat = make_chat(CHECKPOINT)
         return Served(self.address, config, params, 512, chat.stop_ids, chat.banned_ids(config.vocab_size), RANDOM_MEAN_ERROR, RANDOM_MAX_ERROR)
 

