@@ -6,7 +6,10 @@ STAMP := $(VENV)/.installed
 EXTRA_STAMP := $(VENV)/.installed-extra
 EXTRA_MARKERS := torch or bench or chromium
 
-.PHONY: venv demo test check test-extra bench plan chromium clean
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+
+.PHONY: venv demo test check test-extra test-sglang bench plan chromium clean
 
 venv: $(STAMP)
 
@@ -44,6 +47,14 @@ check: $(STAMP)
 test-extra: $(EXTRA_STAMP) chromium
 	INTRASKILL_NO_SKIPS=1 $(RUN) -m pytest -n 2 -m '$(EXTRA_MARKERS)' -rs
 
+$(SGLANG_STAMP): tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt $(wildcard tests/sglang_cpu/stand_ins/*.py tests/sglang_cpu/stand_ins/*/*.py)
+	bash tests/sglang_cpu/install.sh $(SGLANG_VENV) $(PYTHON)
+	touch $@
+
+# A real SGLang on the CPU: 3.5 GB, minutes to install, 4 GB of memory. Writes its figures into docs/rollout.md.
+test-sglang: $(STAMP) $(SGLANG_STAMP)
+	INTRASKILL_SGLANG=$(CURDIR)/$(SGLANG_VENV) INTRASKILL_NO_SKIPS=1 $(RUN) -m pytest -n 0 --timeout=3600 tests/rollout/test_engine_contract.py tests/sglang_cpu
+
 bench: $(EXTRA_STAMP)
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(RUN) "$$script"; done
 
@@ -53,4 +64,4 @@ plan: $(STAMP)
 	-for machine in v5p:2x2x2 v6e:4x4 v5e:4x8 v5e:4x4 h100:8; do $(RUN) launch/plan.py --topology=$$machine --write=docs/plan.md; done
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info

@@ -68,7 +68,7 @@ setup(
         "tpu": ["jax[tpu]>=0.10,<0.11"],
         # The compiler for TPUs, for plans on machines without one; the version that jax 0.10.2 names in its own extra.
         "plan": ["libtpu>=0.0.42,<0.0.43"],
-        "sglang": ["sglang>=0.5.18,<0.6"],
+        "sglang": ["sglang>=0.5.21,<0.6", "tensorstore>=0.1.60"],
         "analyst": ["google-genai>=1,<3"],
         "wandb": ["wandb>=0.19,<1"],
         "parity": PARITY,

@@ -59,6 +59,18 @@ def _full() -> ConfigDict:
             "max_technical_in_a_row": 20,
         }
     )
+    # embedded: in this process. sglang: servers behind SGLang's HTTP contract; dtype is what they hold, layout how weights reach them.
+    config.engine = ConfigDict(
+        {
+            "kind": "embedded",
+            "addresses": (),
+            "dtype": "bfloat16",
+            "layout": "orbax",
+            "turn_seconds": 600.0,
+            "start_seconds": 1800.0,
+            "load_seconds": 900.0,
+        }
+    )
     config.grpo = ConfigDict(
         {
             "learning_rate": 5e-4,

@@ -16,7 +16,7 @@ from intraskill.grpo.advantages import group_advantages
 from intraskill.grpo.learner import TrainState
 from intraskill.grpo.packing import Episode, pack, split_rows
 from intraskill.grpo.sampling_filter import Admission, admit, is_uniform
-from intraskill.parts import TRAIN, Parts, packing_options
+from intraskill.parts import TRAIN, Parts, packing_options, publish
 from intraskill.rollout import records
 from intraskill.rollout.collect import Assignment, collect_until
 from intraskill.run_directory import write_json
@@ -24,7 +24,7 @@ from intraskill.skills import curriculum as curricula
 from intraskill.skills import retrieval
 from intraskill.skills.bank import Bank
 from intraskill.skills.curriculum import Curriculum
-from intraskill.types import Chunk, Group, Mask, MaskKind, Published, Task
+from intraskill.types import Chunk, Group, Mask, MaskKind, Published, Task, Trajectory
 
 
 def chunks_of(bank: Bank, mask: Mask) -> tuple[Chunk, ...]:
@@ -102,6 +102,7 @@ def rollout_metrics(groups: Sequence[Group], bank: Bank) -> dict[str, Any]:
         "generated_groups": len(groups),
         "mean_turns": mean([len(t.turns) for t in scored]),
         "tokens_per_turn": mean([sum(t.loss_mask) / len(t.turns) for t in scored if t.turns]),
+        "prefilled_per_new_token": prefilled_per_new_token(episodes),
         "tokens_sampled": sum(sum(t.loss_mask) for t in episodes),
         "protocol_errors": mean([num_protocol_errors(t) for t in scored]),
         "invalid_actions": mean([num_invalid_actions(t) for t in scored]),
@@ -109,6 +110,14 @@ def rollout_metrics(groups: Sequence[Group], bank: Bank) -> dict[str, Any]:
         "inclusion": {i: included[i] / len(assisted) if assisted else 0.0 for i in bank.ids},
         "mixed_groups": sum(g.mask.kind == MaskKind.MIXED for g in groups),  # their advantages compare contexts
     }
+
+
+def prefilled_per_new_token(episodes: Sequence[Trajectory]) -> float:
+    """Prompt tokens that the engine computed, per token that it had not computed on before; 1 when every prefix stayed cached."""
+    computed = sum(t.prompt_length - t.completion.cached_tokens for e in episodes for t in e.turns)
+    known = sum(t.prompt_length + len(t.completion.ids) - 1 for e in episodes for t in e.turns[:-1])  # the last sampled one never entered
+    new = sum(t.prompt_length for e in episodes for t in e.turns) - known
+    return computed / new if new else 0.0
 
 
 def update(parts: Parts, state: TrainState, admitted: Sequence[Group], round_index: int, step: int) -> TrainState:
@@ -139,13 +148,13 @@ async def sync(parts: Parts, state: TrainState, version: int) -> tuple[Published
     """Publishes the parameters and returns, with a metrics record, once the engine serves exactly them; older versions are removed."""
     start = time.monotonic()
     directory = parts.run.path / "weights"
-    published = weights.publish(directory, version, parts.policy.config, state.params)
+    published = publish(parts.config, directory, version, parts.policy.config, state.params)
     written = time.monotonic()
     await parts.engine.load_weights(published)
     health = await parts.engine.healthy()
     if health.digest != published.digest or health.weight_version != version:
         raise weights.WeightsError(
-            f"the engine serves version {health.weight_version} ({health.digest[:12]}), not {version} ({published.digest[:12]})"
+            f"the engine serves version {health.weight_version} ({health.digest[:12]}), not {version} ({published.digest[:12]}) {health.detail}"
         )
     weights.prune(directory, {version})
     record = {"version": version, "digest": published.digest, "publish_seconds": written - start, "seconds": time.monotonic() - start}

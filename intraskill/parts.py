@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from intraskill import weights
 from intraskill.checkpoint import Checkpointer
 from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
 from intraskill.grpo.loss import ClippedPolicyGradient
@@ -24,13 +25,15 @@ from intraskill.rollout.agent import Limits
 from intraskill.rollout.chat import Chat, load_tokenizer
 from intraskill.rollout.collect import Rollout
 from intraskill.rollout.jax_engine import JaxEngine
+from intraskill.rollout.replica import Limits as EngineLimits
+from intraskill.rollout.sglang import SGLangEngine
 from intraskill.run_directory import RunDirectory, read_json
 from intraskill.skills import firewall, gate, records
 from intraskill.skills.analyst import RuleAnalyst
 from intraskill.skills.bank import Bank
 from intraskill.skills.cards import Mechanisms, load_mechanisms
 from intraskill.telemetry import Metrics, Progress
-from intraskill.types import Engine, InputError, Sampling, Shop, Task
+from intraskill.types import Engine, InputError, Published, Sampling, Shop, Task
 
 # Noise streams: the same group index means different random numbers in each.
 TRAIN, RETRY, VALIDATE_BARE, VALIDATE_MASKED, TEST = range(5)
@@ -90,6 +93,7 @@ def check_sizes(config: Any, least: Mapping[str, int]) -> None:
 def check_settings(config: Any) -> None:
     """Refuses settings of a training run that no stage could work with, before anything is built."""
     check_sizes(config, _SIZES)
+    check_engine(config)
     rollout, chances, betas = config.rollout, config.curriculum, config.grpo.betas
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise InputError(f"grpo.betas = {betas}: must be two numbers in [0, 1), e.g. (0.9, 0.98)")
@@ -186,11 +190,44 @@ def make_learner(config: Any, shape: ModelConfig, sampling: Sampling, devices: S
     )
 
 
-def make_engine(config: Any, policy: Policy) -> JaxEngine:
-    """The embedded engine, with a slot for each episode in play."""
-    settings = config.rollout
+EMBEDDED, SGLANG = ENGINES = "embedded", "sglang"
+
+
+def check_engine(config: Any) -> None:
+    """Refuses settings of the engine that nothing could be built from."""
+    settings = config.engine
+    if settings.kind not in ENGINES:
+        raise InputError(f"engine.kind = {settings.kind!r}: choose one of {', '.join(ENGINES)}")
+    if settings.kind == SGLANG and not settings.addresses:
+        raise InputError("engine.addresses is empty: give the servers' addresses, e.g. --config.engine.addresses=\"('http://127.0.0.1:30000',)\"")
+    for name, known in (("dtype", weights.DTYPES), ("layout", weights.LAYOUTS)):
+        if settings[name] not in known:
+            raise InputError(f"engine.{name} = {settings[name]!r}: choose one of {', '.join(known)}")
+
+
+def make_engine(config: Any, policy: Policy) -> JaxEngine | SGLangEngine:
+    """The embedded engine, with a slot for each episode in play, or the client of the configured servers."""
+    check_engine(config)
+    remote, settings = config.engine, config.rollout
+    if remote.kind == SGLANG:
+        limits = EngineLimits(remote.turn_seconds, remote.start_seconds, remote.load_seconds)
+        return SGLangEngine(list(remote.addresses), layout=remote.layout, limits=limits)
     sizes = {"num_slots": settings.num_slots, "max_length": settings.max_context, "decode_rows": settings.decode_rows}
     return JaxEngine(policy.config, policy.params, seed=config.seed, decode_block=settings.decode_block, **sizes)
+
+
+def publish(config: Any, directory: Path, version: int, shape: ModelConfig, params: Any) -> Published:
+    """Publishes parameters in the form that the configured engine loads; see `weights.publish`."""
+    remote = config.engine
+    form = {"dtype": remote.dtype, "layout": remote.layout} if remote.kind == SGLANG else {}
+    return weights.publish(directory, version, shape, params, **form)
+
+
+async def serve_checkpoint(config: Any, policy: Policy, engine: JaxEngine | SGLangEngine, directory: Path) -> str:
+    """Has the engine serve the policy as it came from disk, and returns the digest of what it serves."""
+    if config.engine.kind == SGLANG:
+        await engine.load_weights(publish(config, directory, 0, policy.config, policy.params))
+    return (await engine.healthy()).digest
 
 
 def make_rollout(config: Any, policy: Policy, engine: Engine, shop: Shop, stream: int, group_size: int) -> Rollout:
@@ -233,7 +270,7 @@ class Parts:
     progress: Progress
     policy: Policy
     learner: Learner
-    engine: JaxEngine
+    engine: JaxEngine | SGLangEngine
     shop: Shop
     shop_identity: str
     analyst: RuleAnalyst
@@ -257,9 +294,9 @@ class Parts:
             hf.save_hf(directory, self.policy.config, state.params, source=self.config.model.checkpoint)
         return directory
 
-    def close(self) -> None:
-        """Stops the engine's thread and closes the files."""
-        self.engine.close()
+    async def close(self) -> None:
+        """Lets go of the engine and closes the files."""
+        await self.engine.close()
         self.checkpoints.close()
         self.metrics.close()
 
@@ -273,7 +310,7 @@ class Inputs:
 
     policy: Policy
     learner: Learner
-    engine: JaxEngine
+    engine: JaxEngine | SGLangEngine
     bank: Bank
     mechanisms: Mechanisms
     tasks: Mapping[str, Sequence[Task]]

@@ -41,17 +41,18 @@ async def _evaluate(config, served: shops.Served) -> evaluation.Result:
         if not 0 < condition.tasks <= len(tasks):
             raise InputError(f"condition.tasks = {condition.tasks}, but split {condition.split!r} has {len(tasks)} tasks: choose 1 to {len(tasks)}")
         engine = parts.make_engine(config, policy)
+        directory = Path(config.runs_directory) / config.name
         try:
-            identity = parts.make_identity(config, policy, (await engine.healthy()).digest, served.identity)
+            digest = await parts.serve_checkpoint(config, policy, engine, directory / "weights")
+            identity = parts.make_identity(config, policy, digest, served.identity)
             mask = bank.full_mask if condition.bank else Mask.skill_free()
             planned = evaluation.cases(tasks[: condition.tasks], condition.samples, mask, bank.chunks)
             rollout = parts.make_rollout(config, policy, engine, shop, parts.TEST, 1)
             with Progress() as progress:
                 progress.start(config.name, len(planned))
-                directory = Path(config.runs_directory) / config.name
                 return await evaluation.run(directory, config.name, rollout, planned, identity, bank.sha256, lambda: progress.advance(config.name))
         finally:
-            engine.close()
+            await engine.close()
 
 
 def main(_) -> None:

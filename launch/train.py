@@ -41,7 +41,7 @@ async def _train(config, directory: Path, served: shops.Served) -> tuple[dict, P
             try:
                 summary = await loop.run(built)
             finally:
-                built.close()
+                await built.close()
             return summary, write_report(run.path)
 
 

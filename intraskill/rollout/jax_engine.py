@@ -22,7 +22,7 @@ import numpy as np
 
 from intraskill import weights
 from intraskill.models.qwen35.config import ModelConfig
-from intraskill.rollout.scheduler import Call, CopyCall, DecodeCall, Episode, PrefillCall, Request, Scheduler, Shapes, noise_key
+from intraskill.rollout.scheduler import Call, CopyCall, DecodeCall, Episode, PrefillCall, Refused, Request, Scheduler, Shapes, noise_key
 from intraskill.rollout.slot_programs import MAX_BANNED_SETS, MAX_STOP_IDS, Decoded, DecodeRows, Programs, State
 from intraskill.types import Completion, EngineError, Health, InputError, Published, Sampling, Session
 
@@ -61,6 +61,7 @@ class JaxEngine:
         self._state: State | None = None
         self._banned_sets: list[tuple[int, ...]] = [()]
         self._banned = jnp.zeros((MAX_BANNED_SETS, config.vocab_size), bool)
+        self._paused = False
         self._loads: deque[tuple[Published, asyncio.Future[None]]] = deque()
         self._runner: asyncio.Task[None] | None = None
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="jax-engine")
@@ -78,7 +79,7 @@ class JaxEngine:
         try:
             return await request.done
         except asyncio.CancelledError:
-            self._scheduler.drop(session.id)
+            self._scheduler.drop(session.id, request)
             raise
 
     async def release(self, session: Session) -> None:
@@ -109,11 +110,19 @@ class JaxEngine:
 
     # ------------------------------------------------------------------------------------------------------ around the run
 
+    def pause(self) -> None:
+        """Computes nothing until `resume`; turns wait, and weights can be loaded."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._wake()
+
     async def warmup(self) -> None:
         """Compiles every program; after this nothing compiles."""
         await self._in_worker(lambda: self._programs.compile_all(self._params, self._take_state()))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Fails what is in flight and stops the worker thread."""
         self._fail_all("the engine was closed")
         self._worker.shutdown()
@@ -147,7 +156,7 @@ class JaxEngine:
             while True:
                 while self._loads:
                     await self._load(*self._loads.popleft())
-                call = self._scheduler.next_call()
+                call = None if self._paused else self._scheduler.next_call()
                 if call is None:
                     return
                 await self._compute(call)
@@ -270,9 +279,7 @@ class JaxEngine:
     def _read(self, published: Published) -> Any:
         """The published parameters on the device, compared with what was published after they got there."""
         params = jax.device_put(weights.read(published, self.config), jax.devices()[0])
-        found = weights.digest_of(self.config, params)
-        if found != published.digest:
-            raise weights.WeightsError(f"the loaded parameters have digest {found}, published was {published.digest}: load again")
+        weights.verify(published, self.config, params)
         return params
 
     # -------------------------------------------------------------------------------------------------------------- checks
@@ -281,7 +288,7 @@ class JaxEngine:
         """Refuses what the programs could not do, before anything is queued."""
         ids = np.asarray(prompt_ids, np.int64)
         if ids.size == 0 or ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            raise EngineError(f"a prompt needs ids in [0, {self.config.vocab_size}), at least one: got {ids.size}, {ids[:8].tolist()}...")
+            raise Refused(f"a prompt needs ids in [0, {self.config.vocab_size}), at least one: got {ids.size}, {ids[:8].tolist()}...")
         if sampling.top_p != 1 or sampling.top_k != 0:
             raise InputError(f"top_p {sampling.top_p}, top_k {sampling.top_k}: the embedded engine samples the whole distribution, set 1 and 0")
         if len(sampling.stop_ids) > MAX_STOP_IDS:

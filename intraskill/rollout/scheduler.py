@@ -18,6 +18,15 @@ from typing import Any
 
 from intraskill.types import EngineError, Sampling, Session, require
 
+
+class Refused(EngineError):
+    """A turn that was never queued, because it cannot be computed."""
+
+
+class NotContinued(Refused):
+    """A prompt that does not continue what its session holds."""
+
+
 # An episode that nobody released keeps its tokens; this many per slot are kept before the oldest idle one is forgotten.
 _EPISODES_PER_SLOT = 4
 # Device calls that a prefill may wait while fuller calls go first.
@@ -183,18 +192,18 @@ class Scheduler:
         return bool(self._active or self._waiting)
 
     def add(self, session: Session, key: tuple[int, int], prompt: Sequence[int], request: Request) -> None:
-        """Queues a turn. Raises EngineError when it does not fit, or does not continue what the session holds."""
+        """Queues a turn. Raises Refused when it does not fit, NotContinued when the session holds something else."""
         limit = self.shapes.max_length
         if len(prompt) + request.sampling.max_new_tokens > limit:
             asked = f"{len(prompt)} prompt tokens and {request.sampling.max_new_tokens} new ones"
-            raise EngineError(f"{asked} exceed the engine's max_length, {limit}: ask for fewer tokens, or make max_length the agent's context limit")
+            raise Refused(f"{asked} exceed the engine's max_length, {limit}: ask for fewer tokens, or make max_length the agent's context limit")
         episode = self._episodes.get(session.id)
         if episode is None:
             episode = self._episodes[session.id] = Episode(session.id, key, [])
         elif episode.request is not None:
-            raise EngineError(f"session {session.id} already has a turn in flight: wait for it, or use another session id")
+            raise Refused(f"session {session.id} already has a turn in flight: wait for it, or use another session id")
         elif len(prompt) < len(episode.tokens) or list(prompt[: len(episode.tokens)]) != episode.tokens:
-            raise EngineError(f"the prompt of session {session.id} does not continue its {len(episode.tokens)} tokens: prompts only grow")
+            raise NotContinued(f"the prompt of session {session.id} does not continue its {len(episode.tokens)} tokens: prompts only grow")
         end = episode.spans[-1][1] if episode.spans else 0
         self.counts["new_tokens"] += len(prompt) - end
         episode.tokens = list(prompt)
@@ -206,11 +215,15 @@ class Scheduler:
             self._activate(episode, rebuild=False)
         self._forget_surplus()
 
-    def drop(self, session_id: str) -> Request | None:
-        """Forgets a session, wherever it stands, and returns the turn that was in flight. What a running call computes for it is ignored."""
-        episode = self._episodes.pop(session_id, None)
-        if episode is None:
+    def drop(self, session_id: str, turn: Request | None = None) -> Request | None:
+        """Forgets a session, wherever it stands, and returns the turn that was in flight. What a running call computes for it is ignored.
+
+        With `turn` only while that turn is in flight: another one may have taken the session's name since.
+        """
+        episode = self._episodes.get(session_id)
+        if episode is None or (turn is not None and episode.request is not turn):
             return None
+        del self._episodes[session_id]
         if episode in self._waiting:
             self._waiting.remove(episode)
         self._active.pop(session_id, None)

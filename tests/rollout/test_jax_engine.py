@@ -38,7 +38,7 @@ def compiled(params):
     assert engine.metrics()["compilations"] == 4  # copy, decode, two buckets
     yield engine
     assert engine.metrics()["compilations"] == 4  # whatever the tests did
-    engine.close()
+    asyncio.run(engine.close())
 
 
 @pytest.fixture

@@ -228,6 +228,16 @@ def test_sessions_that_nobody_releases_are_bounded():
     assert len(device.scheduler._episodes) == 4 * 3
 
 
+def test_dropping_a_turn_leaves_the_next_one_of_that_session_alone():
+    device = Device()
+    device.ask("a", [1, 2, 3])
+    old = device.scheduler.drop("a")
+    device.ask("a", [1, 2, 3])
+    assert device.scheduler.drop("a", old) is None and device.scheduler.busy
+    new = device.scheduler.drop("a")
+    assert new is not None and new is not old and not device.scheduler.busy
+
+
 def test_drop_frees_slots_at_any_moment():
     device = Device()
     for i in range(5):

@@ -1,15 +1,20 @@
 import asyncio
+import contextlib
 import dataclasses
 import json
 import pathlib
+import resource
+import shutil
+import types
 
 import jax
 import numpy as np
 import pytest
 from rollout import models
 
-from intraskill import weights
+from intraskill import manifest, weights
 from intraskill.models.qwen35 import hf
+from intraskill.types import InputError
 from intraskill.weights import WeightsError
 
 CONFIG = models.config(param_dtype="bfloat16")
@@ -51,8 +56,8 @@ def test_the_manifest_names_every_tensor_as_published(published):
 
 def test_digest_covers_name_shape_dtype_and_every_bit():
     x = np.arange(6, dtype=np.float32)
-    base = weights.digest([("a", x), ("b", x)])
-    assert weights.digest([("b", x), ("a", x)]) == base  # order of the stream does not matter
+    base = manifest.digest_of([("a", x), ("b", x)])
+    assert manifest.digest_of([("b", x), ("a", x)]) == base  # order of the stream does not matter
     others = [
         [("a", x), ("c", x)],
         [("a", x), ("b", x.reshape(2, 3))],
@@ -60,8 +65,8 @@ def test_digest_covers_name_shape_dtype_and_every_bit():
         [("a", x), ("b", np.nextafter(x, np.float32(9)))],
         [("a", x)],
     ]
-    assert len({base, *(weights.digest(o) for o in others)}) == 6
-    assert weights.digest([("a", np.ones((3, 2), np.float32).T)]) == weights.digest(
+    assert len({base, *(manifest.digest_of(o) for o in others)}) == 6
+    assert manifest.digest_of([("a", np.ones((3, 2), np.float32).T)]) == manifest.digest_of(
         [("a", np.ones((2, 3), np.float32))]
     )  # content, not memory layout
 
@@ -88,14 +93,71 @@ def test_a_publication_killed_before_its_manifest_does_not_exist_and_is_replaced
     assert weights.publish(tmp_path / "weights", 3, CONFIG, nudge(params)).digest != published.digest
 
 
-def test_a_full_disk_while_publishing_leaves_no_version(tmp_path, params, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+@contextlib.contextmanager
+def disk_full_after(num_bytes: int):
+    """Writes of this process fail, by the kernel, in files that would grow beyond `num_bytes`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    monkeypatch.setattr(weights.ocp.Checkpointer, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+
+@pytest.mark.parametrize("layout", weights.LAYOUTS)
+def test_a_disk_that_fills_up_while_publishing_leaves_no_version_and_one_error(tmp_path, params, layout):
+    weights.publish(tmp_path, 1, CONFIG, params, layout=layout)
+    with disk_full_after(4096), pytest.raises(InputError, match="could not be written .*check the disk's space"):
+        weights.publish(tmp_path, 2, CONFIG, nudge(params), layout=layout)
+    assert [p.name for p in tmp_path.iterdir()] == ["00000001"]
+    again = weights.publish(tmp_path, 2, CONFIG, nudge(params), layout=layout)
+    assert weights.digest_of(CONFIG, weights.read(again, CONFIG)) == again.digest
+
+
+def test_too_little_space_is_refused_before_anything_is_written(tmp_path, params, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
+    with pytest.raises(InputError, match="free some space"):
         weights.publish(tmp_path, 1, CONFIG, params)
-    assert not (tmp_path / "00000001" / "manifest.json").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_publication_interrupted_while_writing_leaves_nothing(tmp_path, params, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(weights, "write_json", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        weights.publish(tmp_path, 1, CONFIG, params)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layout", weights.LAYOUTS)
+def test_published_in_bfloat16_for_engines_that_hold_that(tmp_path, layout):
+    """The decay rates stay float32; everything is rounded once; what a float32 model reads digests as what was published."""
+    config = models.config()
+    params = models.params(config)
+    published = weights.publish(tmp_path, 1, config, params, dtype="bfloat16", layout=layout)
+    entries = manifest.read(pathlib.Path(published.path))["tensors"]
+    assert {n for n, e in entries.items() if e["dtype"] == "float32"} == {"model.layers.0.linear_attn.A_log"}
+    held = weights.read(published, config)
+    np.testing.assert_array_equal(held["embed"], np.asarray(params["embed"].astype("bfloat16")).astype(np.float32))
+    weights.verify(published, config, held)
+    changed = {**held, "final_norm": held["final_norm"].at[2].add(2**-20)}  # smaller than bfloat16 can tell
+    with pytest.raises(WeightsError, match="loaded parameters have digest"):
+        weights.verify(published, config, changed)
+
+
+def test_forms_that_nothing_can_load(tmp_path, params):
+    with pytest.raises(InputError, match="orbax or safetensors, in float32 or bfloat16; got 'torch', None"):
+        weights.publish(tmp_path, 1, CONFIG, params, layout="torch")
+    with pytest.raises(InputError, match="got 'orbax', 'float16'"):
+        weights.publish(tmp_path, 1, CONFIG, params, dtype="float16")
+
+
+def test_the_same_weights_in_the_other_layout_replace_the_first(tmp_path, params):
+    one, two = (weights.publish(tmp_path, 1, CONFIG, params, layout=layout) for layout in weights.LAYOUTS)
+    assert one == two and manifest.read(pathlib.Path(two.path))["layout"] == "safetensors"
+    assert equal(weights.read(two, CONFIG), params)
 
 
 def stored_at(published, tensor):
@@ -166,13 +228,15 @@ def test_another_version_or_digest_than_asked(published):
         weights.read(dataclasses.replace(published, digest="beef"), CONFIG)
 
 
-def test_another_models_names_shapes_or_dtypes(published):
+def test_another_models_names_shapes_or_dtypes(published, tmp_path):
     with pytest.raises(WeightsError, match=r"missing layers\.2"):
         weights.read(published, models.config(param_dtype="bfloat16", num_layers=4))
     with pytest.raises(WeightsError, match=r"embed_tokens.weight is \[96, 32\], expected \[48, 32\]"):
         weights.read(published, models.config(param_dtype="bfloat16", vocab_size=48))
-    with pytest.raises(WeightsError, match="holds bfloat16, the model's parameters are float32"):
-        weights.read(published, models.config())
+    wide = models.config()
+    other = weights.publish(tmp_path / "wide", 3, wide, models.params(wide))
+    with pytest.raises(WeightsError, match="holds float32, the model's parameters are bfloat16"):
+        weights.read(other, CONFIG)
 
 
 def test_prune_keeps_what_is_served(tmp_path, params, published):
