@@ -10,6 +10,7 @@ import contextlib
 import os
 import pathlib
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -115,7 +116,9 @@ def publish(
         _write(path / manifest.ARRAYS, tensors, layout)
         write_json(path / manifest.FILE, content)
     except BaseException as e:
-        shutil.rmtree(path, ignore_errors=True)
+        for _ in range(5):  # threads of Orbax may still be writing, and make the directory anew
+            shutil.rmtree(path, ignore_errors=True)
+            time.sleep(0.1)
         if isinstance(e, Exception):  # the libraries raise many types when a write fails
             raise InputError(f"{path} could not be written ({type(e).__name__}: {str(e)[:300]}): check the disk's space, then resume") from e
         raise

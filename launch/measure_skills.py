@@ -92,7 +92,7 @@ async def _measure(config: Any, served: shops.Served, directory: Path, progress:
                 fits[name] = result.fits["success"]
             return Measured(bare, full, fits)
         finally:
-            engine.close()
+            await engine.close()
 
 
 def _cases(plan: assignment.Plan, tasks: Sequence[Task], pool: CandidatePool) -> list[Case]:

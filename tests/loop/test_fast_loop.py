@@ -81,6 +81,8 @@ def test_the_figures_of_a_step_by_hand():
         "generated_groups": 3,
         "mean_turns": pytest.approx(7 / 5),
         "tokens_per_turn": pytest.approx(2.0),
+        # Seven prompts of one token and no cache; in the episode of three turns 2 x (1 + 2 - 1) tokens had been computed before.
+        "prefilled_per_new_token": pytest.approx(7 / 3),
         "tokens_sampled": 14,
         "protocol_errors": pytest.approx(1 / 5),
         "invalid_actions": pytest.approx(1 / 5),

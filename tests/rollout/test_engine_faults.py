@@ -188,7 +188,7 @@ async def test_sessions_stay_and_spread_evenly(served, tiny_engine, tmp_path):
 
 
 async def test_a_hung_replica_costs_its_own_turns_a_time_limit_only(served, tiny_engine, tmp_path):
-    async with behind(served, tmp_path, more=[tiny_engine], turn_seconds=5.0) as (engine, first, second):
+    async with behind(served, tmp_path, more=[tiny_engine], turn_seconds=20.0) as (engine, first, second):
         for i in range(2):
             await turn(served, engine, f"warm{i}")
         first.before = lambda path, count: "hang" if path == "/generate" else None
