@@ -12,7 +12,7 @@ import asyncio
 import collections
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import aiohttp
 
@@ -68,13 +68,16 @@ class SGLangEngine:
         """Continues the session, wherever it is served; cancelling it aborts the turn on the server."""
         if self._published is None:
             raise EngineError("no weights were loaded yet: call load_weights first")
-        problem = ""
+        problem, too_slow = "", set[Replica]()
         for wait in (*self._backoff, None):
-            replica = await self._place(session)
+            replica = await self._place(session, too_slow)
             try:
                 return await self._turn(replica, prompt_ids, session, sampling)
             except Transient as e:
                 problem = str(e)
+                if e.timed_out:  # what answers /model_info may still hang where it computes: its next update has to show
+                    too_slow.add(replica)
+                    replica.settled = False
                 if not e.busy:
                     self._suspect(replica, problem)
             if wait is not None:
@@ -157,13 +160,15 @@ class SGLangEngine:
         finally:
             del self._turns[request]
 
-    async def _place(self, session: Session) -> Replica:
-        """The session's replica, or the one with the fewest sessions; waits while none serves."""
+    async def _place(self, session: Session, avoid: Collection[Replica]) -> Replica:
+        """The session's replica, or the one with the fewest sessions; waits while none serves, and takes one to avoid if there is no other."""
         await self._somebody()
+        serving = [r for r in self._replicas if r.serving]
+        allowed = [r for r in serving if r not in avoid] or serving
         replica = self._sessions.get(session.id)
-        if replica is None or not replica.serving:
+        if replica not in allowed:
             held = collections.Counter(self._sessions.values())
-            replica = min((r for r in self._replicas if r.serving), key=lambda r: held[r])
+            replica = min(allowed, key=lambda r: held[r])
             self._sessions[session.id] = replica
         return replica
 

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
+from rollout.fakes import completion
 from rollout.groups import group, trajectory
 
 from configs import pocket
 from intraskill import slow_loop
-from intraskill.fast_loop import Position, chunks_of, rollout_metrics, task_of
+from intraskill.fast_loop import Position, chunks_of, prefilled_per_new_token, rollout_metrics, task_of
 from intraskill.parts import Parts
 from intraskill.skills.bank import Bank
 from intraskill.types import Chunk, Group, InputError, Mask, MaskKind, Status, Task, ToolCall, Trajectory, Turn
@@ -81,7 +82,7 @@ def test_the_figures_of_a_step_by_hand():
         "generated_groups": 3,
         "mean_turns": pytest.approx(7 / 5),
         "tokens_per_turn": pytest.approx(2.0),
-        # Seven prompts of one token and no cache; in the episode of three turns 2 x (1 + 2 - 1) tokens had been computed before.
+        # These turns all claim a prompt of one token, nothing cached: 7 computed; of an episode's three prompts 2 x 2 tokens were known.
         "prefilled_per_new_token": pytest.approx(7 / 3),
         "tokens_sampled": 14,
         "protocol_errors": pytest.approx(1 / 5),
@@ -90,6 +91,17 @@ def test_the_figures_of_a_step_by_hand():
         "inclusion": {"a@1": 0.5, "b@2": 0.5, "c@1": 0.0},
         "mixed_groups": 0,
     }
+
+
+@pytest.mark.parametrize(("cached", "ratio"), [(12, 1.0), (2, 28 / 18)])
+def test_tokens_prefilled_for_each_new_one_by_hand(cached, ratio):
+    """A prompt of 10, 3 sampled, of which the last never entered a cache; then a prompt of 20, of which 12 could have been there."""
+    first, second = (Turn(n, completion(1, 2, 0, cached_tokens=c), "", None, "no_tool_call", "", "") for n, c in ((10, 0), (20, cached)))
+    tokens = (*range(10), 1, 2, 0, *range(7), 1, 2, 0)
+    mask = (*[False] * 10, *[True] * 3, *[False] * 7, *[True] * 3)
+    episode = Trajectory(tokens, mask, tuple(-0.5 * m for m in mask), (first, second), Status.PURCHASE, 0.0, False)
+    assert prefilled_per_new_token([episode]) == pytest.approx(ratio)
+    assert prefilled_per_new_token([]) == 0
 
 
 def test_figures_exist_when_nothing_was_scored_or_assisted():
