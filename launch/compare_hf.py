@@ -67,7 +67,7 @@ class Outputs:
 
 def _import_torch() -> tuple[Any, Any]:
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]  (an extra)
         from transformers.models import qwen3_5
     except ImportError as error:
         raise InputError(f"compare_hf needs torch and transformers ({error}): pip install -e '.[parity]'") from None
