@@ -30,6 +30,7 @@ IDF_FLOOR = 1e-6
 RESULT_LIMIT = 150
 _COMMON = 16  # a word of more than one product in so many also has its impacts as an array over all products: a few dozen words
 WEIGHTS = {"title": 3.0, "brand": 2.0, "category": 2.0, "model": 2.5, "attributes": 1.5, "options": 1.2, "bullets": 0.8}
+_SLACK = 1e-9  # sums of the same impacts in another order differ by less
 _log = logging.getLogger(__name__)
 
 
@@ -102,20 +103,29 @@ class Index:
 
     def __init__(self, catalog: Catalog, cache: Path | None = None):
         postings = _build(catalog) if cache is None else _cached(catalog, cache)
-        self._ids = list(catalog)  # ascending, so that a lower row number wins a tie
+        self._ids = np.array(list(catalog), object)  # ascending, so that a lower row number wins a tie
         self._vocabulary = {term: number for number, term in enumerate(postings.vocabulary)}
         self._starts, self._rows, self._impacts = postings.starts.tolist(), postings.rows, postings.impacts
-        self._dense = {term: self._whole(term) for term in range(len(self._vocabulary)) if self._is_common(term)}
+        common = [term for term in range(len(self._vocabulary)) if _COMMON * self._count(term) > len(self._ids)]
+        self._whole = {term: self._impacts_of_all_rows(term) for term in common}
+        self._highest = {term: float(impacts.max()) for term, impacts in self._whole.items()}
+        self._floor = {term: self._nth_best(term) for term in range(len(self._vocabulary)) if self._count(term) >= RESULT_LIMIT}
         self._cached = functools.lru_cache(maxsize=8192)(self.rank)  # the episodes of a group repeat each other's queries
 
-    def _is_common(self, term: int) -> bool:
-        """Whether adding the term's impacts to all rows is faster than to its own."""
-        return _COMMON * (self._starts[term + 1] - self._starts[term]) > len(self._ids)
+    def _count(self, term: int) -> int:
+        """How many products have the term."""
+        return self._starts[term + 1] - self._starts[term]
 
-    def _whole(self, term: int) -> np.ndarray:
+    def _span(self, term: int) -> slice:
+        return slice(self._starts[term], self._starts[term + 1])
+
+    def _nth_best(self, term: int) -> float:
+        impacts = self._impacts[self._span(term)]
+        return float(np.partition(impacts, len(impacts) - RESULT_LIMIT)[len(impacts) - RESULT_LIMIT])
+
+    def _impacts_of_all_rows(self, term: int) -> np.ndarray:
         impacts = np.zeros(len(self._ids))
-        span = slice(self._starts[term], self._starts[term + 1])
-        impacts[self._rows[span]] = self._impacts[span]
+        impacts[self._rows[self._span(term)]] = self._impacts[self._span(term)]
         return impacts
 
     def search(self, query: str, limit: int = RESULT_LIMIT) -> list[str]:
@@ -123,21 +133,33 @@ class Index:
         return list(self._cached(tuple(unique_tokens(query)), limit))
 
     def rank(self, tokens: tuple[str, ...], limit: int = RESULT_LIMIT) -> tuple[str, ...]:
-        """`search` without its memory of earlier queries."""
+        """`search` without its memory of earlier queries.
+
+        Rare words are added up over their own products. Where all common words together cannot lift a product that has no rare word into the
+        results (MaxScore), they are looked up for the products of the rare words only, else added up over all products.
+        """
         terms = [term for token in tokens if (term := self._vocabulary.get(token)) is not None]
+        common = [term for term in terms if term in self._whole]
         scores = np.zeros(len(self._ids))
         for term in terms:
-            if term in self._dense:
-                scores += self._dense[term]
-            else:
-                span = slice(self._starts[term], self._starts[term + 1])
-                scores[self._rows[span]] += self._impacts[span]  # a row occurs once per term
-        rows = self._candidates(terms, scores, limit)
+            if term not in self._whole:
+                scores[self._rows[self._span(term)]] += self._impacts[self._span(term)]  # a row occurs once per term
+        floor = max((self._floor.get(term, 0.0) for term in terms), default=0.0) if limit <= RESULT_LIMIT else 0.0
+        lift = sum(self._highest[term] for term in common)
+        if lift < floor:
+            rows = np.flatnonzero(scores > max(floor - lift - _SLACK, 0.0))
+            best = scores[rows]
+            for term in common:
+                best += self._whole[term][rows]
+        else:
+            for term in common:
+                scores += self._whole[term]
+            rows = self._candidates(terms, scores, limit)
+            best = scores[rows]
         if len(rows) > limit:
-            cut = np.partition(scores[rows], len(rows) - limit)[len(rows) - limit]
-            rows = rows[scores[rows] >= cut]  # all ties at the cut stay until ids decide
-        best = rows[np.argsort(-scores[rows], kind="stable")][:limit]
-        return tuple(self._ids[row] for row in best)
+            kept = best >= np.partition(best, len(rows) - limit)[len(rows) - limit]  # all ties at the cut stay until ids decide
+            rows, best = rows[kept], best[kept]
+        return tuple(self._ids[rows[np.argsort(-best, kind="stable")][:limit]].tolist())
 
     def _candidates(self, terms: list[int], scores: np.ndarray, limit: int) -> np.ndarray:
         """Rows, ascending, among which the best `limit` are.
@@ -145,11 +167,10 @@ class Index:
         The `limit`-th best of a part of the rows bounds the `limit`-th best of all from below; the part is the rows of the rarest word that has
         enough of them. Most queries leave a few hundred of ten thousand rows to sort.
         """
-        enough = [term for term in terms if self._starts[term + 1] - self._starts[term] >= limit > 0]
-        if not enough:
-            return np.flatnonzero(scores)
-        rarest = min(enough, key=lambda term: self._starts[term + 1] - self._starts[term])
-        part = scores[self._rows[self._starts[rarest] : self._starts[rarest + 1]]]
+        rarest = min((term for term in terms if self._count(term) >= limit > 0), key=self._count, default=None)
+        if rarest is None:
+            return np.flatnonzero(scores > 0)  # ten times as fast as without the comparison
+        part = scores[self._rows[self._span(rarest)]]
         return np.flatnonzero(scores >= np.partition(part, len(part) - limit)[len(part) - limit])
 
 
