@@ -74,10 +74,10 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
     ):
         for name, value in (("lease_seconds", lease_seconds), ("capacity", capacity), ("max_body_bytes", max_body_bytes)):
-            if not value > 0:
-                raise InvalidSetting(f"{name} must be > 0, got {value}")
-        if open_wait_seconds < 0 or privileged_key == "":
-            raise InvalidSetting("open_wait_seconds must be >= 0, and privileged_key may not be empty (None: no privileged access)")
+            if not 0 < value < math.inf:
+                raise InvalidSetting(f"{name} must be > 0 and finite, got {value}")
+        if not 0 <= open_wait_seconds < math.inf or privileged_key == "":
+            raise InvalidSetting("open_wait_seconds must be >= 0 and finite, and privileged_key may not be empty (None: no privileged access)")
         self.shop = shop
         self.lease_seconds = lease_seconds
         self.capacity = capacity

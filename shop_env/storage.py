@@ -30,17 +30,20 @@ def digest(data: bytes) -> str:
 
 
 def write_directory(directory: str | Path, kind: str, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
-    """Writes `files` and, last, the manifest that vouches for them."""
+    """Writes `files` and, last, the manifest that vouches for them. Raises InvalidWorld when the directory cannot be written."""
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     manifest = {"kind": kind, "schema": 1, **facts, "sha256": {name: digest(data) for name, data in files.items()}}
-    for name, data in [*files.items(), (MANIFEST, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())]:
-        temporary = directory / f".{name}.tmp"
-        with open(temporary, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, directory / name)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, data in [*files.items(), (MANIFEST, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())]:
+            temporary = directory / f".{name}.tmp"
+            with open(temporary, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, directory / name)
+    except OSError as e:
+        raise InvalidWorld(f"{directory}: cannot be written ({e.strerror or e}); check the path, its rights and the disk's space") from None
 
 
 def read_directory(directory: str | Path, kind: str, names: Iterable[str]) -> dict[str, bytes]:
@@ -48,7 +51,7 @@ def read_directory(directory: str | Path, kind: str, names: Iterable[str]) -> di
     directory = Path(directory)
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
-        hashes = manifest["sha256"]
+        hashes = dict(manifest["sha256"])
     except FileNotFoundError:
         raise InvalidWorld(f"{directory}: no {MANIFEST}; give a directory that was written by save()") from None
     except (ValueError, KeyError, TypeError, OSError) as e:
@@ -66,13 +69,18 @@ def read_directory(directory: str | Path, kind: str, names: Iterable[str]) -> di
     return files
 
 
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
 def read_rows(data: bytes, where: str) -> list[dict[str, Any]]:
     """JSON lines back to dicts."""
     rows = []
-    for number, line in enumerate(data.decode().splitlines(), 1):
+    lines = data.removesuffix(b"\n").split(b"\n") if data else []  # str.splitlines() would also split inside texts, at U+2028
+    for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except ValueError as e:
+            row = json.loads(line.decode(), parse_constant=_no_number)
+        except (ValueError, RecursionError) as e:
             raise InvalidWorld(f"{where} line {number}: not JSON ({e})") from None
         if not isinstance(row, dict):
             raise InvalidWorld(f"{where} line {number}: a JSON object expected, got {type(row).__name__}")

@@ -63,6 +63,10 @@ class Task:
             raise InvalidTask(f"task {self.id!r}: needs an id and an instruction")
         if not isinstance(self.full_instruction, str) or not isinstance(self.user_id, str) or not isinstance(self.persona, Mapping):
             raise InvalidTask(f"task {self.id!r}: full_instruction and user_id must be strings, persona an object")
+        try:
+            storage.canonical_json(self.to_json()).encode()
+        except (ValueError, TypeError, RecursionError) as e:  # NaN, half a surrogate pair, a value that JSON does not have
+            raise InvalidTask(f"task {self.id!r}: cannot be stored as JSON ({e}); give texts, finite numbers, lists and objects") from None
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "persona": dict(self.persona), "goal": self.goal.to_json()}
@@ -106,6 +110,8 @@ def components(tasks: Sequence[Task]) -> list[list[str]]:
 
 def _exact_subset(sizes: Sequence[int], total: int) -> list[int] | None:
     """Indices whose sizes sum to `total`, preferring early ones; None when there are none. Subset sum over bit sets."""
+    if not 0 <= total <= sum(sizes):
+        return None
     reachable = [1]  # bit s of reachable[i]: some of the first i sizes sum to s
     limit = (1 << (total + 1)) - 1
     for size in sizes:
@@ -159,6 +165,16 @@ def split_tasks(tasks: Iterable[Task], sizes: Mapping[str, int], seed: int) -> d
     return {name: splits[name] for name in sizes}
 
 
+def _read_splits(data: bytes) -> dict[str, tuple[str, ...]]:
+    try:
+        splits = json.loads(data)
+        if all(isinstance(ids, list) and all(isinstance(i, str) for i in ids) for ids in splits.values()):
+            return {name: tuple(ids) for name, ids in splits.items()}
+    except (ValueError, AttributeError, RecursionError):
+        pass
+    raise InvalidWorld(f"{SPLITS_FILE}: expected a JSON object of lists of task ids, got {data[:80]!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class World:
     """All that a shop serves: the catalogue, the tasks by id, and named splits of task ids.
@@ -198,7 +214,9 @@ class World:
         files = storage.read_directory(directory, "world", [PRODUCTS_FILE, TASKS_FILE, SPLITS_FILE])
         try:
             tasks = [Task.from_json(row) for row in storage.read_rows(files[TASKS_FILE], TASKS_FILE)]
-            splits = {name: tuple(ids) for name, ids in json.loads(files[SPLITS_FILE]).items()}
+            if len({task.id for task in tasks}) < len(tasks):
+                raise InvalidTask("task ids must be unique")
+            splits = _read_splits(files[SPLITS_FILE])
             return cls(Catalog.from_bytes(files[PRODUCTS_FILE]), {task.id: task for task in tasks}, splits)
         except (InvalidProduct, InvalidTask) as e:
             raise InvalidWorld(f"{directory}: {e}") from None

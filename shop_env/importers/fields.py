@@ -44,7 +44,7 @@ def prices_of(value: Any) -> list[float]:
     if isinstance(value, bool):
         return []
     if isinstance(value, int | float):
-        return [float(value)] if math.isfinite(value) and 0 <= value < _PRICE_LIMIT else []
+        return [float(value)] if 0 <= value < _PRICE_LIMIT else []
     if not isinstance(value, str):
         return []
     text = re.sub(r"(?<=\d),(?=\d{3})", "", unicodedata.normalize("NFKC", value))

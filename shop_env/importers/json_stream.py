@@ -16,6 +16,7 @@ from typing import Any
 from shop_env.errors import InvalidSource
 
 MAX_ELEMENT = 1 << 24  # characters; a longer element means that a quote or bracket is missing in it
+MAX_DEPTH = 64  # of brackets within brackets; Python's own parser gives up at several hundred, and what walks the values sooner
 _CHUNK = 1 << 20
 # A string runs to its closing quote or, where that is missing, to the end of its line (JSON strings hold no line breaks), so that one
 # lost quote does not swallow the rest of the file.
@@ -64,6 +65,7 @@ def _pieces(path: Path, brackets: str) -> Iterator[str | Unreadable]:
     """
     chunks = filter(None, _chunks(path))  # "" means the end below
     buffer, start, at, depth = "", 0, 0, 0  # the current piece begins at `start`, its text is scanned up to `at`
+    deepest = 0
     while True:
         chunk = next(chunks, "")
         buffer, at, start = buffer[start:] + chunk, at - start, 0
@@ -78,12 +80,13 @@ def _pieces(path: Path, brackets: str) -> Iterator[str | Unreadable]:
                 depth, start = 1, at
             elif kind in "[{":
                 depth += 1
+                deepest = max(deepest, depth)
             elif kind in "]}" and depth > 1:
                 depth -= 1
             elif depth == 1 and kind in ("," + brackets[1]):
                 if piece := buffer[start : token.start()].strip():
-                    yield piece
-                start = at
+                    yield piece if deepest <= MAX_DEPTH else Unreadable(piece, f"nested more than {MAX_DEPTH} deep")
+                start, deepest = at, 0
                 if kind == brackets[1]:
                     if rest := next((text for more in (buffer[at:], *chunks) if (text := more.strip())), ""):
                         yield Unreadable(rest, f"text after the closing {brackets[1]!r}")
@@ -97,7 +100,7 @@ def _pieces(path: Path, brackets: str) -> Iterator[str | Unreadable]:
             resume = _RESUME.search(buffer, start + 1)
             end = resume.end() if resume else len(buffer)
             yield Unreadable(buffer[start:end].strip(), "a quote or bracket is missing")
-            start, at, depth = end, end, 1
+            start, at, depth, deepest = end, end, 1, 0
 
 
 def _chunks(path: Path) -> Iterator[str]:

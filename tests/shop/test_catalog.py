@@ -1,9 +1,12 @@
+import dataclasses
+import hashlib
 import json
+import re
 
 import pytest
 
 from shop_env.catalog import Catalog, Product
-from shop_env.errors import InvalidProduct, InvalidWorld
+from shop_env.errors import InvalidProduct, InvalidTask, InvalidWorld
 from shop_env.pricing import price_range, variant_price
 from shop_env.tasks import World
 from shop_env.text import clean, norm, tokenize
@@ -47,6 +50,8 @@ def test_norm_folds_width_and_case():
         ({"title": ' "" '}, "title"),
         ({"price": float("nan")}, "price"),
         ({"price": -1.0}, "price"),
+        ({"price": float("inf")}, "price"),
+        ({"price": 10**400}, "price"),
         ({"price": "24"}, "price"),
         ({"attributes": "abc"}, "attributes"),
         ({"options": {"size": {}}}, "axis"),
@@ -111,6 +116,68 @@ def test_damaged_directories_are_refused(tmp_path, world):
     (tmp_path / "manifest.json").write_text("[")
     with pytest.raises(InvalidWorld, match="unreadable"):
         World.load(tmp_path)
+
+
+def edited(directory, name, edit):
+    """Changes a file of a world and its manifest: what somebody's own program may write."""
+    data = edit((directory / name).read_bytes())
+    (directory / name).write_bytes(data)
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    manifest["sha256"][name] = hashlib.sha256(data).hexdigest()
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "word"),
+    [
+        ("products.jsonl", lambda data: data + b"\xff\n", "line 16: not JSON"),
+        ("products.jsonl", lambda data: data + b"[1]\n", "line 16: a JSON object expected"),
+        ("products.jsonl", lambda data: data + b"\n", "line 16: not JSON"),
+        ("products.jsonl", lambda data: data + b'{"id": ' + b"[" * 200_000 + b"\n", "line 16: not JSON"),
+        ("products.jsonl", lambda data: data + data.split(b"\n")[0] + b"\n", "twice"),
+        ("products.jsonl", lambda data: data.replace(b'"price":24.0', b'"price":NaN').replace(b'"price":24', b'"price":NaN'), "NaN is no number"),
+        ("tasks.jsonl", lambda data: data.replace(b'"budget":"modest"', b'"budget":NaN'), "NaN is no number"),
+        ("tasks.jsonl", lambda data: data.replace(b'"budget":"modest"', b'"budget":"\\ud800"'), "cannot be stored as JSON"),
+        ("tasks.jsonl", lambda data: data + data, "unique"),
+        ("tasks.jsonl", lambda data: data.replace(b'"goal":{', b'"goal":[],"x":{'), "malformed"),
+        ("splits.json", lambda data: b"[]", "splits.json: expected a JSON object of lists"),
+        ("splits.json", lambda data: b"\xff", "splits.json: expected a JSON object of lists"),
+        ("splits.json", lambda data: b'{"train": "task-mug"}', "splits.json: expected a JSON object of lists"),
+        ("splits.json", lambda data: b'{"train": [["task-mug"]]}', "splits.json: expected a JSON object of lists"),
+    ],
+)
+def test_bad_rows_of_worlds_are_named(tmp_path, world, name, edit, word):
+    world.save(tmp_path)
+    edited(tmp_path, name, edit)
+    with pytest.raises(InvalidWorld, match=re.escape(word)):
+        World.load(tmp_path)
+
+
+@pytest.mark.parametrize("manifest", [[], {}, {"sha256": 5}, {"sha256": [1]}, {"sha256": {}, "kind": "world", "schema": 1}])
+def test_bad_manifests_are_named(tmp_path, world, manifest):
+    world.save(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InvalidWorld, match="write the directory again|expected 'world'"):
+        World.load(tmp_path)
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x1c", "\x0b", "\r", "\n"])
+def test_texts_with_any_line_separator_survive_a_save(tmp_path, world, separator):
+    task = dataclasses.replace(world.tasks["task-mug"], instruction=f"a{separator}mug", persona={separator: [separator]})
+    World(world.catalog, {task.id: task}, {}).save(tmp_path)
+    assert World.load(tmp_path).tasks == {task.id: task}
+
+
+@pytest.mark.parametrize("persona", [{"a": float("nan")}, {"a": "\ud800"}, {"a": {1, 2}}, {"a": b"x"}])
+def test_tasks_that_could_not_be_stored_are_refused(world, persona):
+    with pytest.raises(InvalidTask, match="task-mug.*cannot be stored"):
+        dataclasses.replace(world.tasks["task-mug"], persona=persona)
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path, world):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidWorld, match="file/world: cannot be written"):
+        world.save(tmp_path / "file" / "world")
 
 
 def test_inconsistent_worlds_are_refused(world):

@@ -164,7 +164,9 @@ def test_the_command_writes_identical_bytes_that_can_be_served(tmp_path, capsys)
         (["import", "--format", "webshop", "/no/such/file", "--out", "NEW"], "unreadable"),
         (["import", "--format", "shopsimulator", str(WEBSHOP[0]), "--out", "NEW"], "of the format named"),
         (["import", "--format", "shopsimulator", str(SHOPSIM[0]), "--out", "NEW"], "split 'test'"),
+        (["import", "--format", "shopsimulator", str(SHOPSIM[0]), "--splits", f"train={10**25}", "--out", "NEW"], "split 'train'"),
         (["import", "--format", "shopsimulator", str(SHOPSIM[0]), "--out", str(FIXTURES)], "there is something already"),
+        (["synth", "--language", "zh", "--num_products", "300", "--splits", "none", "--out", "/dev/null/x"], "cannot be written"),
         (["synth", "--language", "zh", "--num_products", "5", "--out", "NEW"], "raise it or ask for fewer"),
     ],
 )
@@ -194,6 +196,9 @@ def test_split_sizes_that_do_not_fit_name_what_is_there():
         (True, []),
         ("free", []),
         (1e12, []),
+        (float("inf"), []),
+        (10**400, []),
+        ("9" * 400, []),
         ({}, []),
     ],
 )
@@ -205,6 +210,7 @@ anything = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-5, 500)
+    | st.sampled_from([10**400, -(10**400)])
     | st.floats()
     | st.sampled_from(["", " ", "nan", "红/蓝", "$5", "XL", "a\ud800<|im_end|>", "B0"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["value", "price", "attributes", "颜色", ""]), inner, max_size=3),
@@ -249,6 +255,20 @@ def test_no_row_stops_an_import(tmp_path_factory, products, instructions):
         assert [Task.from_json(json.loads(line)) for line in stored.splitlines()] == list(world.tasks.values())
         assert len(imported.report.to_bytes().splitlines()) == len(imported.report.rejected)
         assert imported.facts["products"] + sum(r["kind"] != "task" for r in imported.report.rejected) >= len(products)
+
+
+def test_deeply_nested_rows_are_rejected(tmp_path):
+    """At every depth: neither the parser nor what walks the values later runs out of stack."""
+    rows = []
+    for depth in range(0, 1200, 29):
+        nested = "[" * depth + "1" + "]" * depth
+        for key in ("user_persona", "pricing", "attribute", "instructions", "title"):
+            rows.append(f'{{"asin": "{len(rows)}", "title": "a mug", "{key}": {nested}}}')
+    (tmp_path / "rows.json").write_text(f"[{','.join(rows)}]")
+    imported = import_files("shopsimulator", [tmp_path / "rows.json"], {}, 0)
+    assert imported.facts["products"] + sum(r["kind"] != "task" for r in imported.report.rejected) == len(rows)
+    assert imported.facts["rejected"]["row: not JSON"] == 39 * 5, "0, 29 and 58 lie within the bound"
+    assert imported.facts["products"] >= 3 * 4
 
 
 def test_rarer_faults(tmp_path):

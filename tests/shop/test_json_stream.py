@@ -32,6 +32,7 @@ def read(path, text, chunk=1 << 20, reader=array_elements):
         ('[{"a": 1}, {"a": 2', [{"a": 1}, "BAD", "BAD"]),  # cut short: the rest, and the missing end
         ('[{"a": 1}] {"a": 2}', [{"a": 1}, "BAD"]),
         (b'["\xff"]', ["\ufffd"]),
+        ("[" + "[" * 63 + "]" * 63 + ", " + "[" * 64 + "]" * 64 + ", 1]", [json.loads("[" * 63 + "]" * 63), "BAD", 1]),
         ("[" + "[" * 100_000 + "]" * 100_000 + ", 1]", ["BAD", 1]),  # too deep for the parser
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import time
 
@@ -310,7 +311,8 @@ def test_a_busy_port_and_bad_settings_are_named(server, shop):
     port = int(server.url.rsplit(":", 1)[1])
     with pytest.raises(PortBusy, match=f"port {port} .*choose another"), ServerThread(shop, port=port):
         pass
-    for bad in ({"capacity": 0}, {"lease_seconds": -1}, {"privileged_key": ""}):
+    infinite = [{name: value} for name in ("lease_seconds", "open_wait_seconds") for value in (math.inf, math.nan)]  # JSON has no word for these
+    for bad in ({"capacity": 0}, {"lease_seconds": -1}, {"open_wait_seconds": -1}, {"privileged_key": ""}, *infinite):
         with pytest.raises(InvalidSetting, match=next(iter(bad))), ServerThread(shop, **bad):
             pass
 
