@@ -4,7 +4,9 @@
 
 Targets: reading is at least 0.7 of reading the same files from one end to the other, and 1.5 times safetensors (`load_file`, then a copy of
 each tensor, without which its pages would be read later). Random bfloat16 weights of Qwen3.5's shapes; files in the page cache on every
-side; the three sides alternate, medians are compared. Needs torch: `make test-extra` installs it, or `pip install -e '.[parity]'`.
+side; the sides alternate, medians of wall time are compared. CPU seconds are printed beside them, and a fourth side that tells what bounds
+the first target: raw reading throws the bytes away; this one copies each block from its buffer to new memory, where a reader of weights has to
+leave them. tensorstore reads so, a chunk at a time. Needs torch: `make test-extra` installs it, or `pip install -e '.[parity]'`.
 """
 
 import argparse
@@ -25,7 +27,9 @@ except ImportError:
     sys.exit("torch is missing: pip install -e '.[parity]'")
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 
+from benchmarks.interleave import measure  # noqa: E402
 from intraskill import manifest, weights  # noqa: E402
 from intraskill.models.qwen35.config import ModelConfig  # noqa: E402
 from intraskill.models.qwen35.model import init_params  # noqa: E402
@@ -49,6 +53,18 @@ def _raw(path: Path) -> None:
         with file.open("rb", buffering=0) as f:
             while f.readinto(buffer):
                 pass
+
+
+def _raw_kept(path: Path) -> list[np.ndarray]:
+    buffer, kept = np.empty(_BLOCK, np.uint8), []
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        content, at = np.empty(file.stat().st_size, np.uint8), 0
+        with file.open("rb", buffering=0) as f:
+            while count := f.readinto(buffer):
+                content[at : at + count] = buffer[:count]
+                at += count
+        kept.append(content)
+    return kept
 
 
 def _orbax(path: Path, config: ModelConfig) -> dict:
@@ -105,22 +121,23 @@ def main() -> int:
                 versions[layout] = directory / layout / "00000001"
         sides: dict[str, Callable[[], object]] = {
             "raw files": lambda: _raw(versions["orbax"] / manifest.ARRAYS),
+            "raw files, kept": lambda: _raw_kept(versions["orbax"] / manifest.ARRAYS),
             "orbax -> torch": lambda: _orbax(versions["orbax"], config),
             "safetensors -> torch": lambda: _safetensors(versions["safetensors"] / manifest.ARRAYS),
         }
         _check(versions["orbax"], _orbax(versions["orbax"], config))
         _check(versions["safetensors"], _safetensors(versions["safetensors"] / manifest.ARRAYS))
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(arguments.rounds):
-            for name, side in sides.items():
-                times[name].append(_seconds(side))
+        timings = measure(sides, arguments.rounds)
     print(f"{size:.0f} MB of bfloat16, {config.num_layers} layers, chunks of {weights._CHUNK_BYTES >> 20} MiB")
-    print(f"{'':28s} MB/s (median, best)")
-    rows = {**{f"publish, {layout}": seconds for layout, seconds in published.items()}, **{f"read, {name}": s for name, s in times.items()}}
-    for name, seconds in rows.items():
-        print(f"{name:28s} {size / statistics.median(seconds):8.0f} {size / min(seconds):8.0f}")
-    median = {name: statistics.median(seconds) for name, seconds in times.items()}
-    of_raw, of_other = median["raw files"] / median["orbax -> torch"], median["safetensors -> torch"] / median["orbax -> torch"]
+    print(f"{'':28s} {'MB/s':>8s} {'MB/CPU-s':>8s}")
+    for layout, seconds in published.items():
+        print(f"{'publish, ' + layout:28s} {size / statistics.median(seconds):8.0f}")
+    for name, timing in timings.items():
+        print(f"{'read, ' + name:28s} {size / timing.wall:8.0f} {size / timing.cpu:8.0f}")
+    ours, raw, other = (timings[name] for name in ("orbax -> torch", "raw files", "safetensors -> torch"))
+    kept = timings["raw files, kept"]
+    print(f"in CPU seconds: {raw.cpu / ours.cpu:.2f} of raw, {other.cpu / ours.cpu:.2f} of safetensors; raw, kept is {raw.cpu / kept.cpu:.2f} of raw")
+    of_raw, of_other = raw.wall / ours.wall, other.wall / ours.wall
     met = of_raw >= OF_RAW and of_other >= OF_SAFETENSORS
     print(f"weight_sync of_raw={of_raw:.2f} of_safetensors={of_other:.2f} target={OF_RAW}/{OF_SAFETENSORS} {'met' if met else 'missed'}")
     return 0 if met else 1

@@ -21,7 +21,8 @@ from pocket.warm_start import make_chat
 
 CHECKPOINT = serve.ROOT / "pocket/checkpoint"
 START_SECONDS = 1500  # 46 s on two idle cores
-# Of log-probs, SGLang in bfloat16 and the trainer in float32: on real episodes, and on random prompts, about which the policy knows nothing.
+# Of log-probs, SGLang in bfloat16 and the trainer in float32 or bfloat16: on real episodes, and on random prompts, about which the
+# policy knows nothing.
 MEAN_ERROR, MAX_ERROR = 0.02, 0.1
 RANDOM_MEAN_ERROR, RANDOM_MAX_ERROR = 0.05, 0.5
 

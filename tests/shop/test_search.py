@@ -66,6 +66,27 @@ def test_ranking_is_that_of_the_written_out_formula(seed):
             np.testing.assert_allclose(values, sorted(scores.values(), reverse=True)[: len(got)], rtol=1e-12)
 
 
+def test_common_words_looked_up_for_few_products_only_change_nothing(monkeypatch):
+    """Both ways through a query: the common words added up everywhere, and only where a rare word is."""
+    monkeypatch.setattr(search, "RESULT_LIMIT", 4)
+    monkeypatch.setattr(search, "_COMMON", 3)
+    rng = random.Random(5)
+    rare = [f"rare{i}" for i in range(12)]
+    catalog = random_catalog(rng, 80, [*["mug", "red", "acme"] * 12, *WORDS, *rare])
+    index = Index(catalog)
+    summed = []
+    original = index._candidates
+    monkeypatch.setattr(index, "_candidates", lambda *arguments: summed.append(1) or original(*arguments))
+    queries = [" ".join(rng.sample([*WORDS, *rare], rng.randint(1, 4))) for _ in range(200)]
+    for query in queries:
+        scores = naive_scores(catalog, query)
+        for limit in (1, 4, 5):  # five is more than what is known beforehand of a word's best products
+            got = index.search(query, limit)
+            assert len(got) == len(set(got)) == min(limit, len(scores))
+            np.testing.assert_allclose([scores[i] for i in got], sorted(scores.values(), reverse=True)[: len(got)], rtol=1e-12)
+    assert 200 < len(summed) < 500, "of 600 searches"
+
+
 def test_equal_scores_are_ordered_by_id_also_at_the_cut():
     catalog = Catalog(Product(f"p{i}", "red mug", "", (), (), {}, 5) for i in (4, 2, 3, 1, 0))
     assert Index(catalog).search("mug") == ["p0", "p1", "p2", "p3", "p4"]
