@@ -84,7 +84,7 @@ def test_common_words_looked_up_for_few_products_only_change_nothing(monkeypatch
             got = index.search(query, limit)
             assert len(got) == len(set(got)) == min(limit, len(scores))
             np.testing.assert_allclose([scores[i] for i in got], sorted(scores.values(), reverse=True)[: len(got)], rtol=1e-12)
-    assert 200 < len(summed) < 500, "of 600 searches"
+    assert 100 < len(summed) < 400, "of some 550 searches without their memory"
 
 
 def test_equal_scores_are_ordered_by_id_also_at_the_cut():
