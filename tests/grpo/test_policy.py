@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo.toy import split_rows
 
 from intraskill.grpo.learner import OptimizerConfig
 from intraskill.grpo.loss import ClippedPolicyGradient, CrossEntropy
-from intraskill.grpo.packing import Episode, pack, split_rows
+from intraskill.grpo.packing import Episode, pack
 from intraskill.grpo.policy import decay_mask, log_probs_fn, qwen35_learner
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.model import init_params, log_probs
