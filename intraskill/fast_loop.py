@@ -180,8 +180,8 @@ def _stopping_at(parts: Parts, step: int, batch: OptimizerBatch) -> Iterator[Non
         named = [f"group {group} episode {episode}" for group, episode in (batch.origins[n] for n in error.episodes)]
         origin = ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
         raise InputError(
-            f"step {step}, update {error.step}: {error.what} is not finite, from {origin}; no parameter was changed. The batch is in {path}, "
-            "see docs/training.md. A run keeps its configuration: start another with a lower grpo.learning_rate, or with what the batch shows put right"
+            f"step {step}, update {error.step}: {error.what} is not finite, from {origin}; the update was not applied. The batch is in {path}, "
+            "see docs/training.md. A run keeps its configuration: start another with a lower grpo.learning_rate, or with what the batch shows mended"
         ) from error
 
 

@@ -97,7 +97,10 @@ class CrossEntropy:
     """Minus the target's log-prob, by `weight` alone: the warm start."""
 
     needs_old_logprobs: ClassVar[bool] = False
-    needs_reference: ClassVar[bool] = False
+
+    @property
+    def needs_reference(self) -> bool:
+        return False
 
     def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
         return -batch.weight * jnp.where(batch.mask, scores.logprob, 0.0), _common_sums(scores, batch)

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
-from grpo import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intraskill.grpo.packing import Episode, pack
+from intraskill.grpo.packing import Episode, Rows, pack, pack_microbatches
 from intraskill.types import Completion, InputError, Status, Trajectory, Turn
 
 T, M = 24, 10
