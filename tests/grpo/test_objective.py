@@ -106,8 +106,8 @@ def test_loss_gradient_and_counts_equal_the_reference(name, case):
     if options.kl_coefficient:
         assert metrics["reference_kl"] == pytest.approx(expected.kl / max(num_tokens, 1), rel=1e-4)
     for found, wanted in zip(slopes, reference.slopes(told, advantages, options), strict=True):
-        # A difference quotient of 1e13 has fewer digits than the loss; by hand in test_loss.
-        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=2e-6)
+        # Where one token's loss is 1e13, differences of the whole loss have few digits left for the others: those slopes are by hand in test_loss.
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=max(2e-6, 1e-15 * abs(expected.loss) / 1e-5))
     if case.startswith("equal rewards") and not options.kl_coefficient:
         assert loss == 0 and not any(map(any, slopes))
 
