@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_check.py [--shape=4b|tiny] [--row=8192] [--slots=64] [--steps=64] [--repeats=3] [--parity=yes|no]
 
-`benchmarks/gpu_check.sh` runs it on a GPU at the shape of the 4B; with --shape=tiny it runs anywhere in a minute. Weights are random: speed and memory
-do not depend on them. Parity is that of benchmarks/bench_model.py: a model of 7.9 M parameters in float32, logits, loss and every gradient against torch
-on the CPU. Decoding feeds a cache of `slots` sequences, one greedy token a call, in bfloat16. The update is old log-probs, loss, backward and AdamW
-on one full row, a quarter of it trained, with float32 parameters, as configs/coevolve.py computes. Peak memory is since the program's start; decoding
-comes first, since it needs less. Exit status: 0, or 1 when parity fails or something does not fit.
+`benchmarks/gpu_check.sh` runs it on a GPU at the shape of the 4B; with --shape=tiny it runs anywhere. Weights are random: speed and memory
+do not depend on them. Parity is that of benchmarks/bench_model.py: a model of 7.9 M parameters in float32; logits, loss and every gradient against
+torch on the CPU. Decoding feeds a cache of `slots` sequences, one greedy token a call, in bfloat16. The update is old log-probs, loss, backward and
+AdamW on one full row, a quarter of it trained, with float32 parameters, as configs/coevolve.py computes. Peak memory is since the program's start;
+decoding comes before the update, since it needs less. Exit status: 0, or 1 when parity fails or something does not fit.
 """
 
 import argparse

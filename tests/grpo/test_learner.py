@@ -223,6 +223,13 @@ def test_old_log_probs_may_not_be_forgotten():
         learner.update(learner.init(toy.params()), [rl_batch()])
 
 
+def test_reference_log_probs_may_not_be_forgotten():
+    learner = toy.learner(ClippedPolicyGradient(kl_coefficient=0.1))
+    state = learner.init(toy.params())
+    with pytest.raises(ValueError, match="reference_logprobs are all 0"):
+        learner.update(state, learner.old_log_probs(state, [rl_batch()]))
+
+
 def test_bad_input_is_refused():
     with pytest.raises(InputError, match="multiple of 8"):
         learner = toy.learner(CrossEntropy(), num_devices=8)

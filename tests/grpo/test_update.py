@@ -59,7 +59,7 @@ def told_by(params, trajectory):
     """Log-probs of the sampled tokens, from the toy's definition."""
     table = np.asarray(params["table"], np.float64)
     logp = table - np.log(np.exp(table).sum(1, keepdims=True))
-    return [logp[a, b] for a, b, trained in zip(trajectory.tokens, trajectory.tokens[1:], trajectory.loss_mask[1:], strict=True) if trained]
+    return [logp[a, b] for a, b, trained in zip(trajectory.tokens[:-1], trajectory.tokens[1:], trajectory.loss_mask[1:], strict=True) if trained]
 
 
 def expected_loss(batch_groups, params, options):
