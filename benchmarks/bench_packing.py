@@ -60,15 +60,15 @@ def main() -> int:
     batches = [[episode(int(n)) for n in batch] for batch in drawn]
     every = np.concatenate(drawn)
     print(f"{num_episodes} episodes a batch: median {np.median(every):.0f} tokens, mean {every.mean():.0f}, {np.mean(every == limit):.1%} at {limit}")
-    chosen = Rows(settings.rows_per_microbatch, settings.row_length, settings.trained_per_row, settings.row_steps)
-    others = [dataclasses.replace(chosen, count=count, steps=steps) for count in (1, 4, 8, 16) for steps in (1, settings.row_steps)]
+    chosen = Rows(settings.rows_per_microbatch, settings.row_length, settings.trained_per_row, settings.row_unit)
+    others = [dataclasses.replace(chosen, count=count, unit=unit) for count in (1, 4, 8, 16) for unit in (0, settings.row_unit)]
     print(f"{'rows a microbatch':>18s} {'lengths of a row':>17s} {'padding':>8s} {'median':>7s} {'95%':>7s}")
     for rows in [chosen, *(rows for rows in dict.fromkeys(others) if rows != chosen)]:
         whole, each = padding(batches, rows)
         if rows == chosen:
             figure = whole
         mark = "  the config's" if rows == chosen else ""
-        print(f"{rows.count:18d} {rows.steps:17d} {whole:8.2%} {np.median(each):7.2%} {np.quantile(each, 0.95):7.2%}{mark}")
+        print(f"{rows.count:18d} {len(rows.shapes):17d} {whole:8.2%} {np.median(each):7.2%} {np.quantile(each, 0.95):7.2%}{mark}")
     return interleave.verdict("packing", {"padding": (figure, 0.05, False)})
 
 

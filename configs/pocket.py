@@ -92,7 +92,7 @@ def _full() -> ConfigDict:
             "row_length": 1152,
             "trained_per_row": 384,
             "rows_per_microbatch": 3,
-            "row_steps": 1,
+            "row_unit": 0,
         }
     )
     # scale 0: the largest contribution earns rho_max. The last three are treatments: guidance fades to nothing over N groups; each task gets the K

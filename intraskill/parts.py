@@ -60,7 +60,7 @@ _SIZES = {
     "rollout.groups_per_step": 1,
     "rollout.max_technical_in_a_row": 1,
     "grpo.updates_per_step": 1,
-    "grpo.row_steps": 1,
+    "grpo.row_unit": 0,
     "grpo.fixed_length": 0,
     "analysis.max_cards": 0,
     "analysis.max_candidates": 0,
@@ -127,7 +127,7 @@ def packing_options(config: Any) -> dict[str, Any]:
     """How episodes are packed into rows for the learner: arguments of `grpo.packing.pack_microbatches`."""
     settings = config.grpo
     return {
-        "rows": Rows(settings.rows_per_microbatch, settings.row_length, settings.trained_per_row, settings.row_steps),
+        "rows": Rows(settings.rows_per_microbatch, settings.row_length, settings.trained_per_row, settings.row_unit),
         "overlong": settings.overlong,
         "aggregation": settings.aggregation,
         "fixed_length": settings.fixed_length or None,
@@ -181,9 +181,6 @@ def make_learner(config: Any, shape: ModelConfig, sampling: Sampling, devices: S
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     if settings.rows_per_microbatch % (sizes[0] * sizes[1]):
         raise InputError(f"grpo.rows_per_microbatch = {settings.rows_per_microbatch} is not a multiple of mesh data x fsdp = {sizes[0] * sizes[1]}")
-    if shape.piece_length and settings.row_length // settings.row_steps % shape.piece_length:
-        given = f"grpo.row_length / row_steps = {settings.row_length} / {settings.row_steps}"
-        raise InputError(f"{given} is no multiple of model.piece_length = {shape.piece_length}: change one of them")
     optimizer = OptimizerConfig(
         learning_rate=settings.learning_rate,
         beta1=settings.betas[0],

@@ -146,7 +146,7 @@ class Learner:
             self._accumulate_impl, in_shardings=(param_shardings, param_shardings, rows), out_shardings=(param_shardings, whole), donate_argnums=1
         )
         self._norm = jax.jit(optax.tree.norm, in_shardings=(param_shardings,), out_shardings=whole)
-        self._apply = jax.jit(self._apply_impl, donate_argnums=0)
+        self._apply: Any = None  # see _step
         self._warm: set[tuple[int, ...]] = set()
 
     # ------------------------------------------------------------------------------------------------------------- state
@@ -243,7 +243,7 @@ class Learner:
                 raise NonFiniteUpdate("the gradient", step, _episodes(batch, batch.mask))
         if not np.isfinite(norm):
             raise NonFiniteUpdate("the gradient's norm", step, sorted({e for batch in microbatches for e in _episodes(batch, batch.mask)}))
-        state = self._apply(state, gradient, grad_norm)
+        state = self._step(state.params)(state, gradient, grad_norm)
         sums = {name: float(sum(np.float64(r["sums"][name]) for r in reports)) for name in reports[0]["sums"]}
         loss = sums.pop("loss")
         return state, {"loss": loss, "grad_norm": float(norm), "learning_rate": float(np.asarray(self._rate(step)))} | mean_metrics(sums)
@@ -265,8 +265,14 @@ class Learner:
         return {
             "log_probs": self._score.trace(params, batch),
             "gradient": self._accumulate.trace(params, params, batch),
-            "apply": self._apply.trace(state, state.params, norm),
+            "apply": self._step(state.params).trace(state, state.params, norm),
         }
+
+    def _step(self, params: PyTree) -> Any:
+        """The compiled step. The new state lies exactly as `init` laid the first one, or other programs would see arguments of another kind."""
+        if self._apply is None:
+            self._apply = jax.jit(self._apply_impl, donate_argnums=0, out_shardings=self.state_shardings(params))
+        return self._apply
 
     def _accumulate_impl(self, params: PyTree, gradient: PyTree, batch: DeviceBatch) -> tuple[PyTree, dict[str, Any]]:
         def loss_fn(p):
@@ -285,8 +291,7 @@ class Learner:
         gradient = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradient)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of an integer count
             updates, opt_state = self._tx.update(gradient, state.opt_state, state.params)
-        state = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
-        return jax.lax.with_sharding_constraint(state, self.state_shardings(state.params))
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
 
     def _place(self, batch: Batch) -> DeviceBatch:
         """The batch on the mesh. Every process holds the whole batch and gives its devices their rows."""

@@ -17,6 +17,7 @@ from intraskill.types import Batch, InputError, Trajectory, require
 
 OVERLONG = ("drop", "mask", "truncate")
 AGGREGATIONS = ("episode_mean", "token_mean", "fixed_length")
+_MOST_SHAPES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,26 +143,27 @@ class Rows:
       count: rows of a microbatch.
       length: T, tokens of a full row.
       trained: M, trained positions of a full row.
-      steps: a microbatch's rows may have i / steps of T tokens and M trained positions, i from 1 to steps. 1: there is one shape.
+      unit: rows of what fills no microbatch of full rows have a multiple of this many tokens, and their share of M. 0: full rows only.
     """
 
     count: int
     length: int
     trained: int
-    steps: int = 1
+    unit: int = 0
 
     def __post_init__(self):
-        if min(self.count, self.steps) < 1:
-            raise InputError(f"{self.count} rows a microbatch and {self.steps} row steps: both must be >= 1")
-        if self.length % self.steps or self.trained % self.steps:
+        if self.count < 1 or self.unit < 0:
+            raise InputError(f"{self.count} rows a microbatch must be >= 1, and a row unit of {self.unit} tokens >= 0")
+        if self.unit and self.length > _MOST_SHAPES * self.unit:
             raise InputError(
-                f"{self.steps} row steps do not divide a row of {self.length} tokens and {self.trained} trained positions: choose a common divisor"
+                f"a row of {self.length} tokens has more than {_MOST_SHAPES} multiples of the row unit {self.unit}, and each compiles: raise the unit"
             )
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """(tokens, trained positions) of a row, ascending; the last one is the full row."""
-        return [(self.length * i // self.steps, self.trained * i // self.steps) for i in range(1, self.steps + 1)]
+        lengths = [*(range(self.unit, self.length, self.unit) if self.unit else ()), self.length]
+        return [(length, -(-self.trained * length // self.length)) for length in lengths]
 
     def empty(self) -> list[Batch]:
         """A microbatch of padding of each shape, in the order of `shapes`."""

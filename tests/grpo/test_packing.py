@@ -142,17 +142,17 @@ def seen(microbatches):
 
 
 @settings(deadline=None, max_examples=80)
-@given(episode_lists(), st.integers(1, 4), st.sampled_from([1, 2]), st.sampled_from(["drop", "mask", "truncate"]))
-def test_microbatches_say_what_one_batch_says(episodes, count, steps, overlong):
+@given(episode_lists(), st.integers(1, 4), st.sampled_from([0, 12, 9]), st.sampled_from(["drop", "mask", "truncate"]))
+def test_microbatches_say_what_one_batch_says(episodes, count, unit, overlong):
     """Whatever the rows, each trained token sees the same episode and has the same weight; shapes are those announced, short rows come last."""
-    rows = Rows(count, T, M, steps)
+    rows = Rows(count, T, M, unit)
     microbatches, report = pack_microbatches(episodes, rows, overlong=overlong)
     whole, expected = pack(episodes, row_length=T, max_trained_per_row=M, overlong=overlong)
     assert seen(microbatches) == seen([whole])
     shapes = [batch.tokens.shape + batch.index.shape for batch in microbatches]
     announced = [batch.tokens.shape + batch.index.shape for batch in rows.empty()]
     assert set(shapes[:-1]) <= {announced[-1]} and shapes[-1] in announced
-    assert announced[-1] == (count, T, count, M) and len(announced) == steps
+    assert announced[-1] == (count, T, count, M) and len(announced) == {0: 1, 12: 2, 9: 3}[unit]
     assert report.num_slots == sum(batch.tokens.size for batch in microbatches) and report.num_rows == count * len(microbatches)
     assert (report.num_tokens, report.num_trained, report.overlong, report.untrained) == (
         expected.num_tokens,
@@ -165,22 +165,28 @@ def test_microbatches_say_what_one_batch_says(episodes, count, steps, overlong):
 def test_short_rows_by_hand():
     """Rows of 8, two at a time. 8 + 7 fill one microbatch; 3 + 3 fit one row of 8, but also two of 4."""
     episodes = [Episode(np.ones(n, np.int32), [False] + [True] * (n - 1)) for n in (8, 3, 7, 3)]
-    microbatches, report = pack_microbatches(episodes, Rows(2, 8, 8, 2))
+    microbatches, report = pack_microbatches(episodes, Rows(2, 8, 8, 4))
     assert [batch.tokens.shape for batch in microbatches] == [(2, 8), (2, 4)] and [batch.index.shape for batch in microbatches] == [(2, 8), (2, 4)]
     assert report.num_slots == 24 and report.num_rows == 4 and report.padding == pytest.approx(3 / 24)
     assert pack_microbatches(episodes, Rows(2, 8, 8))[1].padding == pytest.approx(11 / 32)
-    # Four trained positions are too many for a short row of four tokens and three trained ones.
-    (short,), _ = pack_microbatches([Episode([1] * 4, [False, True, True, False])], Rows(2, 8, 4, 2))
-    (full,), _ = pack_microbatches([Episode([1] * 4, [False, True, True, True])], Rows(2, 8, 4, 2))
+    # Four trained positions are too many for a short row of four tokens and two trained ones.
+    (short,), _ = pack_microbatches([Episode([1] * 4, [False, True, True, False])], Rows(2, 8, 4, 4))
+    (full,), _ = pack_microbatches([Episode([1] * 4, [False, True, True, True])], Rows(2, 8, 4, 4))
     assert short.tokens.shape == (2, 4) and full.tokens.shape == (2, 8)
 
 
+def test_shapes_of_rows():
+    assert Rows(2, 20, 10, 8).shapes == [(8, 4), (16, 8), (20, 10)]
+    assert Rows(2, 20, 9, 8).shapes == [(8, 4), (16, 8), (20, 9)], "a share of the trained positions is rounded up"
+    assert Rows(2, 20, 10).shapes == Rows(2, 20, 10, 20).shapes == Rows(2, 20, 10, 4096).shapes == [(20, 10)]
+
+
 def test_no_episodes_still_give_a_microbatch():
-    (batch,), report = pack_microbatches([], Rows(4, 8, 4, 2))
+    (batch,), report = pack_microbatches([], Rows(4, 8, 4, 4))
     assert batch.tokens.shape == (4, 4) and not batch.mask.any() and report.padding == 1
 
 
-@pytest.mark.parametrize(("arguments", "message"), [((0, 8, 4), "0 rows"), ((2, 8, 4, 0), "0 row steps"), ((2, 8, 4, 3), "do not divide")])
+@pytest.mark.parametrize(("arguments", "message"), [((0, 8, 4), "0 rows"), ((2, 8, 4, -1), "unit of -1"), ((2, 8192, 4, 1), "raise the unit")])
 def test_bad_rows_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         Rows(*arguments)

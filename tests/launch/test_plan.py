@@ -135,7 +135,7 @@ def test_state_of_the_4b(update_of_the_4b):
 
 def test_the_batch_of_a_plan_is_the_batch_of_a_run():
     config = coevolve.get_config()
-    config.grpo.update({"row_length": 256, "trained_per_row": 128, "row_steps": 2})
+    config.grpo.update({"row_length": 256, "trained_per_row": 128, "row_unit": 128})
     packed = parts.packing_options(config)["rows"].empty()[-1]  # full rows, the most that a microbatch has
     for name, shape, array in zip(DeviceBatch._fields, steps.batch_shapes(config), DeviceBatch.of(packed), strict=True):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype), name
