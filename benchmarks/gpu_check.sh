@@ -6,7 +6,7 @@
 #
 # NOT RUN BY US: no GPU was at hand. What was run is the Python part, on the CPU with a tiny shape (tests/grpo/test_gpu_check.py).
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "${BASH_SOURCE[0]%/*}/.."
 command -v nvidia-smi >/dev/null || { echo "nvidia-smi not found: this check needs an NVIDIA GPU and its driver; benchmarks/gpu_check.py --shape=tiny runs anywhere" >&2; exit 2; }
 VENV=.venv-gpu
 if [ ! -e "$VENV/.installed" ] || [ setup.py -nt "$VENV/.installed" ]; then

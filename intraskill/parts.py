@@ -96,6 +96,7 @@ def check_settings(config: Any) -> None:
     """Refuses settings of a training run that no stage could work with, before anything is built."""
     check_sizes(config, _SIZES)
     check_engine(config)
+    make_objective(config)  # checks its options
     rollout, chances, betas = config.rollout, config.curriculum, config.grpo.betas
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise InputError(f"grpo.betas = {betas}: must be two numbers in [0, 1), e.g. (0.9, 0.98)")

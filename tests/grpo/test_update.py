@@ -14,7 +14,7 @@ from intraskill import fast_loop
 from intraskill.grpo import batch_file
 from intraskill.grpo.learner import NonFiniteUpdate
 from intraskill.grpo.loss import ClippedPolicyGradient
-from intraskill.parts import Parts, make_objective, packing_options
+from intraskill.parts import Parts, check_settings, make_objective, packing_options
 from intraskill.types import Group, InputError, Mask, MaskKind, Status, Trajectory, Turn
 
 
@@ -226,6 +226,15 @@ def test_a_file_that_is_no_batch_is_refused(tmp_path):
     for name in ("other.npz", "absent"):
         with pytest.raises(InputError, match="is no batch file"):
             batch_file.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("grpo", "message"),
+    [({"ratio": "word"}, "ratio is 'word'"), ({"kl_coefficient": -1.0}, "kl_coefficient is -1"), ({"row_unit": -1}, "grpo.row_unit = -1")],
+)
+def test_bad_settings_are_refused_before_anything_is_built(grpo, message):
+    with pytest.raises(InputError, match=message):
+        check_settings(config_of(**grpo))
 
 
 @pytest.mark.parametrize("get", [pocket.get_config, coevolve.get_config])
