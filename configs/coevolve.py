@@ -54,6 +54,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "row_length": 24576,
             "trained_per_row": 12288,
             "rows_per_microbatch": 8,
+            "row_unit": 4096,
             "updates_per_step": 2,
         }
     )

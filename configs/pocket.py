@@ -71,6 +71,7 @@ def _full() -> ConfigDict:
             "load_seconds": 900.0,
         }
     )
+    # The objective's options and how episodes are packed: docs/training.md.
     config.grpo = ConfigDict(
         {
             "learning_rate": 5e-4,
@@ -81,11 +82,17 @@ def _full() -> ConfigDict:
             "clip_high": 0.28,
             "normalise_std": True,
             "aggregation": "episode_mean",
+            "fixed_length": 0,
+            "ratio": "token",
+            "sampler_correction": "none",
+            "sampler_cap": 2.0,
+            "kl_coefficient": 0.0,
             "overlong": "drop",
             "updates_per_step": 2,
             "row_length": 1152,
             "trained_per_row": 384,
             "rows_per_microbatch": 3,
+            "row_unit": 0,
         }
     )
     # scale 0: the largest contribution earns rho_max. The last three are treatments: guidance fades to nothing over N groups; each task gets the K

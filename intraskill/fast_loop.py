@@ -1,20 +1,23 @@
 """The fast loop's arrows: rollout, batch, update, sync. Each takes values and returns values; what they share is in `Parts`."""
 
+import contextlib
 import dataclasses
 import functools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from intraskill import weights
 from intraskill.evaluation import num_invalid_actions, num_protocol_errors
+from intraskill.grpo import batch_file
 from intraskill.grpo.advantages import group_advantages
-from intraskill.grpo.learner import TrainState
-from intraskill.grpo.packing import Episode, pack, split_rows
+from intraskill.grpo.learner import NonFiniteUpdate, TrainState
+from intraskill.grpo.packing import Episode, PackingReport, pack_microbatches
 from intraskill.grpo.sampling_filter import Admission, admit, is_uniform
 from intraskill.parts import TRAIN, Parts, packing_options, publish
 from intraskill.rollout import records
@@ -24,7 +27,7 @@ from intraskill.skills import curriculum as curricula
 from intraskill.skills import retrieval
 from intraskill.skills.bank import Bank
 from intraskill.skills.curriculum import Curriculum
-from intraskill.types import Chunk, Group, Mask, MaskKind, Published, Task, Trajectory
+from intraskill.types import Batch, Chunk, Group, InputError, Mask, MaskKind, Published, Task, Trajectory
 
 
 def chunks_of(bank: Bank, mask: Mask) -> tuple[Chunk, ...]:
@@ -120,28 +123,66 @@ def prefilled_per_new_token(episodes: Sequence[Trajectory]) -> float:
     return computed / new if new else 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class OptimizerBatch:
+    """What one optimizer update trains on: microbatches, what became of the episodes, and where each came from."""
+
+    microbatches: list[Batch]
+    report: PackingReport
+    origins: batch_file.Origins
+
+
+def optimizer_batches(config: Any, admitted: Sequence[Group]) -> list[OptimizerBatch]:
+    """The batches of one step: whole groups, dealt in turn to `grpo.updates_per_step` updates. Host arrays only, the same on every process."""
+    settings, batches = config.grpo, []
+    for share in (admitted[i :: settings.updates_per_step] for i in range(settings.updates_per_step)):
+        episodes, origins = [], []
+        for group in share:
+            advantages = group_advantages(group.rewards, divide_by_std=settings.normalise_std)
+            episodes += [Episode.of(t, a) for t, a in zip(group.trajectories, advantages, strict=True)]
+            origins += [(group.index, number) for number in range(len(group.trajectories))]
+        batches.append(OptimizerBatch(*pack_microbatches(episodes, **packing_options(config)), origins))
+    return batches
+
+
 def update(parts: Parts, state: TrainState, admitted: Sequence[Group], round_index: int, step: int) -> TrainState:
     """The optimizer updates of one step: old log-probs of the whole step first, then one update per share of whole groups."""
-    settings = parts.config.grpo
-    parts.progress.start(f"step {step}: update", settings.updates_per_step)
-    shares = [admitted[i :: settings.updates_per_step] for i in range(settings.updates_per_step)]
-    prepared = []
-    for share in shares:
-        episodes = [
-            Episode.of(t, a)
-            for g in share
-            for t, a in zip(g.trajectories, group_advantages(g.rewards, divide_by_std=settings.normalise_std), strict=True)
-        ]
-        batch, report = pack(episodes, **packing_options(parts.config))
-        prepared.append((parts.learner.old_log_probs(state, split_rows(batch, settings.rows_per_microbatch)), report))
-    for microbatches, report in prepared:
+    learner, progress = parts.learner, parts.progress
+    progress.start(f"step {step}: update", parts.config.grpo.updates_per_step)
+    learner.warm_up(state, packing_options(parts.config)["rows"].empty())
+    scored = []
+    for batch in optimizer_batches(parts.config, admitted):
+        with _stopping_at(parts, step, batch):
+            microbatches = learner.old_log_probs(state, batch.microbatches)
+            if parts.reference is not None:
+                microbatches = learner.reference_log_probs(parts.reference, int(state.step), microbatches)
+        scored.append(dataclasses.replace(batch, microbatches=microbatches))
+    for batch in scored:
         start = time.monotonic()
-        state, metrics = parts.learner.update(state, microbatches)
-        record = {"kind": "update", "round": round_index, "step": step, **metrics, **report.metrics()}
+        with _stopping_at(parts, step, batch):
+            state, metrics = learner.update(state, batch.microbatches)
+        record = {"kind": "update", "round": round_index, "step": step, **metrics, **batch.report.metrics()}
         parts.metrics.write({**record, "seconds": time.monotonic() - start})
-        parts.progress.advance(f"step {step}: update")
-    parts.progress.finish(f"step {step}: update")
+        progress.advance(f"step {step}: update")
+    progress.finish(f"step {step}: update")
     return state
+
+
+@contextlib.contextmanager
+def _stopping_at(parts: Parts, step: int, batch: OptimizerBatch) -> Iterator[None]:
+    """Turns a non-finite update of `batch` into the run's one error, and leaves the batch in a file."""
+    try:
+        yield
+    except NonFiniteUpdate as error:
+        path = parts.run.path / "failed" / f"update-{error.step:06d}.npz"
+        if jax.process_index() == 0:
+            batch_file.save(path, batch.microbatches, batch.origins)
+        named = [f"group {group} episode {episode}" for group, episode in (batch.origins[n] for n in error.episodes)]
+        origin = ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
+        raise InputError(
+            f"step {step}, update {error.step}: {error.what} is not finite, from {origin}; the update was not applied. The batch is in {path}, "
+            "see docs/training.md. A run keeps its configuration: start another with a lower grpo.learning_rate, or with what the batch shows mended"
+        ) from error
 
 
 async def sync(parts: Parts, state: TrainState, version: int) -> tuple[Published, dict[str, Any]]:

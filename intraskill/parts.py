@@ -17,7 +17,7 @@ from intraskill import weights
 from intraskill.checkpoint import Checkpointer
 from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
 from intraskill.grpo.loss import ClippedPolicyGradient
-from intraskill.grpo.packing import pack
+from intraskill.grpo.packing import Rows, pack_microbatches
 from intraskill.grpo.policy import qwen35_learner
 from intraskill.models.qwen35 import hf, model, sharding
 from intraskill.models.qwen35.config import ModelConfig
@@ -60,6 +60,8 @@ _SIZES = {
     "rollout.groups_per_step": 1,
     "rollout.max_technical_in_a_row": 1,
     "grpo.updates_per_step": 1,
+    "grpo.row_unit": 0,
+    "grpo.fixed_length": 0,
     "analysis.max_cards": 0,
     "analysis.max_candidates": 0,
     "validation.tasks": 1,
@@ -94,6 +96,7 @@ def check_settings(config: Any) -> None:
     """Refuses settings of a training run that no stage could work with, before anything is built."""
     check_sizes(config, _SIZES)
     check_engine(config)
+    make_objective(config)  # checks its options
     rollout, chances, betas = config.rollout, config.curriculum, config.grpo.betas
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise InputError(f"grpo.betas = {betas}: must be two numbers in [0, 1), e.g. (0.9, 0.98)")
@@ -122,15 +125,21 @@ def check_settings(config: Any) -> None:
 
 
 def packing_options(config: Any) -> dict[str, Any]:
-    """How episodes are packed into rows for the learner: arguments of `grpo.packing.pack`."""
+    """How episodes are packed into rows for the learner: arguments of `grpo.packing.pack_microbatches`."""
     settings = config.grpo
     return {
-        "row_length": settings.row_length,
-        "max_trained_per_row": settings.trained_per_row,
-        "rows_multiple_of": settings.rows_per_microbatch,
+        "rows": Rows(settings.rows_per_microbatch, settings.row_length, settings.trained_per_row, settings.row_unit),
         "overlong": settings.overlong,
         "aggregation": settings.aggregation,
+        "fixed_length": settings.fixed_length or None,
     }
+
+
+def make_objective(config: Any) -> ClippedPolicyGradient:
+    """The loss that `config.grpo` describes."""
+    settings = config.grpo
+    # As in `numerics`: a recorded run may be older than an option, and did what its default does.
+    return ClippedPolicyGradient(**{f.name: settings[f.name] for f in dataclasses.fields(ClippedPolicyGradient) if f.name in settings})
 
 
 def numerics(config: Any) -> dict[str, Any]:
@@ -184,7 +193,7 @@ def make_learner(config: Any, shape: ModelConfig, sampling: Sampling, devices: S
         shape,
         sharding.make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)] if devices is None else devices),
         optimizer,
-        ClippedPolicyGradient(settings.clip_low, settings.clip_high),
+        make_objective(config),
         temperature=sampling.temperature,
         banned_ids=sampling.banned_ids,
     )
@@ -270,6 +279,7 @@ class Parts:
     progress: Progress
     policy: Policy
     learner: Learner
+    reference: Any  # frozen parameters for the objective's KL term; None without one
     engine: JaxEngine | SGLangEngine
     shop: Shop
     shop_identity: str
@@ -324,7 +334,7 @@ async def load(config: Any, shop: Shop) -> Inputs:
         if len(tasks[name]) < wanted:
             raise InputError(f"{name}.tasks = {wanted}, but the shop's split has {len(tasks[name])}: lower it or give the shop more tasks")
     bank, mechanisms = Bank.load(config.bank.path), load_mechanisms(config.bank.mechanisms)
-    pack([], **packing_options(config))  # checks the options
+    pack_microbatches([], **packing_options(config))  # checks the options
     return Inputs(policy, make_learner(config, policy.config, policy.sampling), make_engine(config, policy), bank, mechanisms, tasks)
 
 
@@ -339,6 +349,7 @@ def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, sh
         progress=progress,
         policy=policy,
         learner=inputs.learner,
+        reference=inputs.learner.reference(policy.params) if config.grpo.kl_coefficient > 0 else None,
         engine=inputs.engine,
         shop=shop,
         shop_identity=shop_identity,

@@ -290,6 +290,7 @@ class Batch:
       advantage: the episode's advantage, repeated over its tokens.
       sampler_logprobs: log-probs that the engine reported.
       old_logprobs: log-probs of the trainer's policy before the first update of this step; NaN-free, zeros until computed.
+      reference_logprobs: log-probs of the frozen reference policy, where the objective has one; otherwise zeros.
       episode: index of the episode in the batch, -1 where mask is False.
     """
 
@@ -303,12 +304,13 @@ class Batch:
     advantage: Float[np.ndarray, "R M"]
     sampler_logprobs: Float[np.ndarray, "R M"]
     old_logprobs: Float[np.ndarray, "R M"]
+    reference_logprobs: Float[np.ndarray, "R M"]
     episode: Int[np.ndarray, "R M"]
 
     def __post_init__(self):
         for names in (
             ("tokens", "positions", "segment_ids"),
-            ("index", "targets", "mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "episode"),
+            ("index", "targets", "mask", "weight", "advantage", "sampler_logprobs", "old_logprobs", "reference_logprobs", "episode"),
         ):
             shapes = {n: getattr(self, n).shape for n in names}
             require(len(set(shapes.values())) == 1, f"batch fields differ in shape: {shapes}")

@@ -1,11 +1,13 @@
 """The update: gradients summed over microbatches, one AdamW step, nothing applied that is not finite.
 
 The learner knows the model only as `log_probs(params, batch)`, so that tests train a toy and a reader sees where RL ends. Three functions
-do the work, each compiled once whatever the number of microbatches: scores of a microbatch, its gradient added to a donated accumulator, and the
-step. Between the last two the host looks at loss and gradient: a step that is not finite raises `NonFiniteUpdate` while the old state is still whole.
+do the work, each compiled once for a shape whatever the number of microbatches: scores of a microbatch, its gradient added to a donated accumulator,
+and the step. Between the last two the host looks at loss and gradient: a step that is not finite raises `NonFiniteUpdate` while the old state is
+still whole.
 
 π_old is the trainer's own: `old_log_probs` runs before the first update of a rollout step, through the same log-prob function (temperature and
-banned ids included) as the update, so that the ratio is 1 up to the compiler's rounding where nothing has changed yet.
+banned ids included) as the update, so that the ratio is 1 up to the compiler's rounding where nothing has changed yet. The log-probs of a frozen
+reference policy come from the same function.
 """
 
 import dataclasses
@@ -144,7 +146,8 @@ class Learner:
             self._accumulate_impl, in_shardings=(param_shardings, param_shardings, rows), out_shardings=(param_shardings, whole), donate_argnums=1
         )
         self._norm = jax.jit(optax.tree.norm, in_shardings=(param_shardings,), out_shardings=whole)
-        self._apply = jax.jit(self._apply_impl, donate_argnums=0)
+        self._apply: Any = None  # see _step
+        self._warm: set[tuple[int, ...]] = set()
 
     # ------------------------------------------------------------------------------------------------------------- state
 
@@ -177,15 +180,38 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------------------------ update
 
+    def warm_up(self, state: TrainState, microbatches: Sequence[Batch]) -> None:
+        """Compiles what an update runs for microbatches of these shapes, and changes nothing: later ones of the same shapes never compile.
+
+        Shapes that it was given before cost nothing. The microbatches may be all padding; each is computed once.
+        """
+        for batch in microbatches:
+            if batch.tokens.shape + batch.index.shape not in self._warm:
+                placed = self._place(batch)
+                self._score(state.params, placed)
+                self._accumulate(state.params, self._zeros(state.params), placed)
+                self._warm.add(batch.tokens.shape + batch.index.shape)
+
+    def reference(self, params: PyTree[Array]) -> PyTree[Array]:
+        """A frozen copy of `params`, laid out like the policy: what `reference_log_probs` takes."""
+        return jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self._param_shardings)(params)
+
     def old_log_probs(self, state: TrainState, microbatches: Sequence[Batch]) -> list[Batch]:
         """The microbatches with `old_logprobs` filled from the present parameters; raises `NonFiniteUpdate` if one is not finite."""
-        scores = [self._score(state.params, self._place(batch)).logprob for batch in microbatches]  # queued; the host waits below
+        return self._filled("old_logprobs", "an old log-prob", state.params, int(state.step), microbatches)
+
+    def reference_log_probs(self, reference: PyTree[Array], step: int, microbatches: Sequence[Batch]) -> list[Batch]:
+        """The microbatches with `reference_logprobs` filled; `step` is what a `NonFiniteUpdate` names."""
+        return self._filled("reference_logprobs", "a log-prob of the reference", reference, step, microbatches)
+
+    def _filled(self, field: str, what: str, params: PyTree[Array], step: int, microbatches: Sequence[Batch]) -> list[Batch]:
+        scores = [self._score(params, self._place(batch)).logprob for batch in microbatches]  # queued; the host waits below
         filled = []
         for batch, logprob in zip(microbatches, scores, strict=True):
-            old = np.where(batch.mask, np.asarray(logprob, np.float32), np.float32(0))
-            if not np.isfinite(old).all():
-                raise NonFiniteUpdate("an old log-prob", int(state.step), _episodes(batch, ~np.isfinite(old)))
-            filled.append(dataclasses.replace(batch, old_logprobs=old))
+            values = np.where(batch.mask, np.asarray(logprob, np.float32), np.float32(0))
+            if not np.isfinite(values).all():
+                raise NonFiniteUpdate(what, step, _episodes(batch, ~np.isfinite(values)))
+            filled.append(dataclasses.replace(batch, **{field: values}))
         return filled
 
     def update(self, state: TrainState, microbatches: Sequence[Batch]) -> tuple[TrainState, dict[str, float]]:
@@ -193,17 +219,16 @@ class Learner:
 
         Args:
           state: consumed, unless the call raises.
-          microbatches: all of the batch; each with the same shapes.
+          microbatches: all of the batch. Each shape among them compiles once.
 
         Returns:
           The new state, and metrics: `loss`, `grad_norm` (before clipping), `learning_rate`, `trained_tokens` and those of `loss`'s table.
 
         Raises:
           NonFiniteUpdate: the loss or a gradient is not finite.
-          ValueError: the objective needs old log-probs and the batch has none yet.
+          ValueError: the objective needs old or reference log-probs and the batch has none yet.
         """
-        if self._objective.needs_old_logprobs and all(not b.old_logprobs.any() for b in microbatches) and any(b.mask.any() for b in microbatches):
-            raise ValueError("old_logprobs are all 0: call old_log_probs on the batches of a rollout step before its first update")
+        self._require_filled(microbatches)
         gradient, reports = self._zeros(state.params), []
         for batch in microbatches:
             gradient, report = self._accumulate(state.params, gradient, self._place(batch))
@@ -218,10 +243,17 @@ class Learner:
                 raise NonFiniteUpdate("the gradient", step, _episodes(batch, batch.mask))
         if not np.isfinite(norm):
             raise NonFiniteUpdate("the gradient's norm", step, sorted({e for batch in microbatches for e in _episodes(batch, batch.mask)}))
-        state = self._apply(state, gradient, grad_norm)
+        state = self._step(state.params)(state, gradient, grad_norm)
         sums = {name: float(sum(np.float64(r["sums"][name]) for r in reports)) for name in reports[0]["sums"]}
         loss = sums.pop("loss")
         return state, {"loss": loss, "grad_norm": float(norm), "learning_rate": float(np.asarray(self._rate(step)))} | mean_metrics(sums)
+
+    def _require_filled(self, microbatches: Sequence[Batch]) -> None:
+        needed = {"old_log_probs": self._objective.needs_old_logprobs, "reference_log_probs": self._objective.needs_reference}
+        for name in (name for name, wanted in needed.items() if wanted):
+            field = name.replace("log_probs", "logprobs")
+            if all(not getattr(b, field).any() for b in microbatches) and any(b.mask.any() for b in microbatches):
+                raise ValueError(f"{field} are all 0: call {name} on the batches of a rollout step before its first update")
 
     def programs(self, params: PyTree, batch: DeviceBatch) -> dict[str, jax.stages.Traced]:
         """What an update runs, traced for arguments that may be shapes only: nothing is computed. For plans of memory and work.
@@ -233,8 +265,14 @@ class Learner:
         return {
             "log_probs": self._score.trace(params, batch),
             "gradient": self._accumulate.trace(params, params, batch),
-            "apply": self._apply.trace(state, state.params, norm),
+            "apply": self._step(state.params).trace(state, state.params, norm),
         }
+
+    def _step(self, params: PyTree) -> Any:
+        """The compiled step. The new state lies exactly as `init` laid the first one, or other programs would see arguments of another kind."""
+        if self._apply is None:
+            self._apply = jax.jit(self._apply_impl, donate_argnums=0, out_shardings=self.state_shardings(params))
+        return self._apply
 
     def _accumulate_impl(self, params: PyTree, gradient: PyTree, batch: DeviceBatch) -> tuple[PyTree, dict[str, Any]]:
         def loss_fn(p):
@@ -253,8 +291,7 @@ class Learner:
         gradient = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradient)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of an integer count
             updates, opt_state = self._tx.update(gradient, state.opt_state, state.params)
-        state = TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
-        return jax.lax.with_sharding_constraint(state, self.state_shardings(state.params))
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
 
     def _place(self, batch: Batch) -> DeviceBatch:
         """The batch on the mesh. Every process holds the whole batch and gives its devices their rows."""

@@ -4,6 +4,10 @@ An objective gets the log-probs of the trained positions and returns the loss of
 carry all normalisation, see `packing`), and SUMS over trained tokens of what is worth watching. Both add up over microbatches; `mean_metrics`
 divides once at the end.
 
+KL to a frozen reference policy is estimated for each token by k3 = (q - 1) - log q with q = reference / policy of the sampled token: never negative,
+0 where they agree, and unbiased for tokens that the policy sampled (J. Schulman, "Approximating KL divergence", 2020; as GRPO has it, Shao et al.
+2024, equation 4). Its gradient by the policy's log-prob is 1 - q.
+
 | metric | mean over trained tokens of |
 |---|---|
 | entropy | entropy of the policy at the position, nats |
@@ -13,11 +17,13 @@ divides once at the end.
 | approx_kl | (ratio - 1) - log ratio, an estimate of KL(old policy to policy) that is never negative |
 | sampler_gap | abs(old log-prob - sampler's log-prob): what separates the engine's arithmetic from the trainer's |
 | sampler_capped | 1 where the sampler correction met its cap |
+| reference_kl | k3 estimate of KL(policy to reference), see below; only with a KL term |
 
 In ratio_gap and approx_kl the log ratio is limited to +-20, so that one runaway token leaves a readable number; the loss itself is never limited.
 """
 
 import dataclasses
+import math
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -42,6 +48,7 @@ class DeviceBatch(NamedTuple):
     advantage: Float[Array, "R M"]
     sampler_logprobs: Float[Array, "R M"]
     old_logprobs: Float[Array, "R M"]
+    reference_logprobs: Float[Array, "R M"]
 
     @classmethod
     def of(cls, batch: Batch) -> "DeviceBatch":
@@ -61,9 +68,12 @@ class Scores(Protocol):
 
 @runtime_checkable
 class Objective(Protocol):
-    """A loss over trained tokens. `needs_old_logprobs` says whether it reads the field that `Learner.old_log_probs` fills."""
+    """A loss over trained tokens. The two flags say whether it reads the fields that `Learner.old_log_probs` and `reference_log_probs` fill."""
 
     needs_old_logprobs: ClassVar[bool]
+
+    @property
+    def needs_reference(self) -> bool: ...
 
     def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
         """Returns each token's weighted loss (0 in padding), whose plain sum is the loss, and the sums for `mean_metrics`."""
@@ -88,6 +98,10 @@ class CrossEntropy:
 
     needs_old_logprobs: ClassVar[bool] = False
 
+    @property
+    def needs_reference(self) -> bool:
+        return False
+
     def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
         return -batch.weight * jnp.where(batch.mask, scores.logprob, 0.0), _common_sums(scores, batch)
 
@@ -108,6 +122,7 @@ class ClippedPolicyGradient:
       sampler_correction: what multiplies a token's loss to make up for an engine that did not sample from the old policy. With
         c = old policy / sampler, "none" is 1, "truncate" is min(c, sampler_cap), "mask" is c inside [1 / sampler_cap, sampler_cap] and 0 outside.
       sampler_cap: > 1; read by "truncate" and "mask".
+      kl_coefficient: >= 0; a token's loss gets this times its k3 estimate of KL(policy to reference). The sampler correction leaves it alone.
     """
 
     clip_low: float = 0.2
@@ -115,6 +130,7 @@ class ClippedPolicyGradient:
     ratio: str = "token"
     sampler_correction: str = "none"
     sampler_cap: float = 2.0
+    kl_coefficient: float = 0.0
     needs_old_logprobs: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -126,6 +142,12 @@ class ClippedPolicyGradient:
             raise InputError(f"sampler_correction is {self.sampler_correction!r}: use none, truncate or mask")
         if not self.sampler_cap > 1:
             raise InputError(f"sampler_cap is {self.sampler_cap}: it must be > 1, a correction of 1 means that engine and trainer agree")
+        if not 0 <= self.kl_coefficient < math.inf:
+            raise InputError(f"kl_coefficient is {self.kl_coefficient}: it must be >= 0 and finite; 0 leaves the reference out")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coefficient > 0
 
     def __call__(self, scores: Scores, batch: DeviceBatch) -> tuple[Float[Array, "R M"], dict[str, Float[Array, ""]]]:
         mask, advantage = batch.mask, batch.advantage
@@ -145,6 +167,11 @@ class ClippedPolicyGradient:
             "sampler_gap": _masked_sum(jnp.abs(batch.old_logprobs - batch.sampler_logprobs), mask),
             "sampler_capped": _masked_sum(corrected.astype(jnp.float32), mask),
         }
+        if self.needs_reference:
+            log_q = jnp.where(mask, batch.reference_logprobs - scores.logprob, 0.0)
+            kl = jnp.expm1(log_q) - log_q
+            token_loss += batch.weight * self.kl_coefficient * kl
+            sums["reference_kl"] = jnp.sum(kl)
         return token_loss, sums
 
     def _correction(self, batch: DeviceBatch) -> tuple[Float[Array, "R M"], Bool[Array, "R M"]]:

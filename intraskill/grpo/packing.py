@@ -1,9 +1,9 @@
 """From episodes of any length to rows of one length.
 
-Every array that reaches the compiled update has the same shape for the whole run: T tokens and M trained positions a row, and a fixed number of
-rows a microbatch. Only the NUMBER of microbatches follows the data, so nothing compiles twice. The normalisation of the loss is decided here,
-as one weight per token over the whole optimizer batch: the update adds microbatches up and never divides, which makes gradient accumulation
-exact whatever the split.
+Every microbatch that reaches the compiled update has one of a few shapes, the same for the whole run: a fixed number of rows of T tokens and M
+trained positions, and for what is left at the end rows of a fraction of both. Only the NUMBER of microbatches follows the data, so nothing compiles
+twice. The normalisation of the loss is decided here, as one weight per token over the whole optimizer batch: the update adds microbatches up and
+never divides, which makes gradient accumulation exact whatever the split.
 
 Reinforcement learning and the cross-entropy warm start share this file; the latter leaves advantages at 0 and may weigh tokens.
 """
@@ -17,6 +17,7 @@ from intraskill.types import Batch, InputError, Trajectory, require
 
 OVERLONG = ("drop", "mask", "truncate")
 AGGREGATIONS = ("episode_mean", "token_mean", "fixed_length")
+_MOST_SHAPES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +61,24 @@ class PackingReport:
 
     Attributes:
       num_rows: rows, empty ones included.
+      num_slots: tokens that these rows have room for.
       num_tokens: tokens in the rows.
       num_trained: trained tokens in the rows.
-      padding: share of the rows' slots that hold no token.
       overlong: indices of the episodes that exceed a row, to which the `overlong` rule was applied.
       untrained: indices of the episodes that have no trained token (left); they are not packed and not averaged over.
     """
 
     num_rows: int
+    num_slots: int
     num_tokens: int
     num_trained: int
-    padding: float
     overlong: tuple[int, ...]
     untrained: tuple[int, ...]
+
+    @property
+    def padding(self) -> float:
+        """Share of the slots that hold no token."""
+        return 1 - self.num_tokens / self.num_slots
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -104,7 +110,7 @@ def pack(
     aggregation: str = "episode_mean",
     fixed_length: int | None = None,
 ) -> tuple[Batch, PackingReport]:
-    """Packs the episodes of ONE optimizer update into rows, first-fit decreasing.
+    """Packs the episodes of ONE optimizer update into rows of one length, first-fit decreasing.
 
     Args:
       episodes: all episodes of the update; `Batch.episode` refers to their order.
@@ -113,48 +119,134 @@ def pack(
       rows_multiple_of: empty rows are added until the number of rows is a multiple of this; there is always at least one row.
       overlong: for an episode of more than T tokens or M trained tokens: "drop" leaves it out as if it had not been submitted; "mask" trains none of
         its tokens but still counts it in the average over episodes; "truncate" trains the longest prefix that fits.
-      aggregation: "episode_mean" is the mean over an episode's trained tokens, then over episodes; "token_mean" the mean over all trained tokens;
-        "fixed_length" the sum over an episode's tokens divided by `fixed_length`, then the mean over episodes, so that a token weighs the same in
-        a short episode and in a long one. Token weights make each mean a weighted mean. "mask" has no effect on "token_mean" beyond dropping.
-      fixed_length: needed by that aggregation, refused by the others.
+      aggregation: "episode_mean" is the mean over each episode's tokens, then over episodes; "token_mean" the mean over all tokens; "fixed_length"
+        the sum over tokens / (fixed_length * number of episodes), so that a token weighs the same in a short and a long episode.
+      fixed_length: only for that aggregation.
 
     Returns:
       The batch and the report. The batch's weights sum to 1 for the two means (less the masked episodes' share).
     """
-    _check_options(row_length, max_trained_per_row, rows_multiple_of, overlong, aggregation, fixed_length)
+    if rows_multiple_of < 1:
+        raise InputError(f"rows_multiple_of {rows_multiple_of} must be >= 1")
+    chosen = _choose(episodes, row_length, max_trained_per_row, overlong, aggregation, fixed_length)
+    rows = _first_fit_decreasing(chosen.pieces, row_length, max_trained_per_row)
+    num_rows = max(1, -(-len(rows) // rows_multiple_of)) * rows_multiple_of
+    batch = _fill(episodes, rows, chosen.weights, num_rows, row_length, max_trained_per_row)
+    return batch, chosen.report(num_rows, num_rows * row_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The shapes that microbatches may have.
+
+    Attributes:
+      count: rows of a microbatch.
+      length: T, tokens of a full row.
+      trained: M, trained positions of a full row.
+      unit: rows of what fills no microbatch of full rows have a multiple of this many tokens, and their share of M. 0: full rows only.
+    """
+
+    count: int
+    length: int
+    trained: int
+    unit: int = 0
+
+    def __post_init__(self):
+        if self.count < 1 or self.unit < 0:
+            raise InputError(f"{self.count} rows a microbatch must be >= 1, and a row unit of {self.unit} tokens >= 0")
+        if self.unit and self.length > _MOST_SHAPES * self.unit:
+            raise InputError(
+                f"a row of {self.length} tokens has more than {_MOST_SHAPES} multiples of the row unit {self.unit}, and each compiles: raise the unit"
+            )
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(tokens, trained positions) of a row, ascending; the last one is the full row."""
+        lengths = [*(range(self.unit, self.length, self.unit) if self.unit else ()), self.length]
+        return [(length, -(-self.trained * length // self.length)) for length in lengths]
+
+    def empty(self) -> list[Batch]:
+        """A microbatch of padding of each shape, in the order of `shapes`."""
+        return [_fill([], [], {}, self.count, *shape) for shape in self.shapes]
+
+
+def pack_microbatches(
+    episodes: Sequence[Episode], rows: Rows, *, overlong: str = "drop", aggregation: str = "episode_mean", fixed_length: int | None = None
+) -> tuple[list[Batch], PackingReport]:
+    """Packs the episodes of ONE optimizer update into microbatches.
+
+    Rows are filled first-fit decreasing. Those that do not fill a microbatch are packed again, into the shortest rows in which one microbatch holds
+    them: where many devices want a row each, rows that only make the last microbatch whole would be most of the padding.
+
+    Args:
+      episodes: all episodes of the update; `Batch.episode` refers to their order.
+      rows: the shapes.
+      overlong: see `pack`; full rows decide.
+      aggregation: see `pack`.
+      fixed_length: see `pack`.
+
+    Returns:
+      At least one microbatch, and the report.
+    """
+    chosen = _choose(episodes, rows.length, rows.trained, overlong, aggregation, fixed_length)
+    filled = _first_fit_decreasing(chosen.pieces, rows.length, rows.trained)
+    num_whole = len(filled) // rows.count
+    parts = [(filled[i * rows.count : (i + 1) * rows.count], rows.shapes[-1]) for i in range(num_whole)]
+    rest = [piece for row in filled[num_whole * rows.count :] for piece in row]
+    if rest or not parts:
+        parts.append(_shortest(rest, rows))
+    microbatches = [_fill(episodes, part, chosen.weights, rows.count, *shape) for part, shape in parts]
+    return microbatches, chosen.report(rows.count * len(parts), rows.count * sum(length for _, (length, _) in parts))
+
+
+def _shortest(pieces: Sequence[_Piece], rows: Rows) -> tuple[list[list[_Piece]], tuple[int, int]]:
+    """The pieces in at most one microbatch of the shortest rows that can hold them, and those rows' shape."""
+    for length, trained in rows.shapes[:-1]:
+        if all(p.num_tokens <= length and len(p.trained) <= trained for p in pieces):
+            filled = _first_fit_decreasing(pieces, length, trained)
+            if len(filled) <= rows.count:
+                return filled, (length, trained)
+    # Full rows hold them: what did not fit into the rows before is placed as it was among all pieces.
+    return _first_fit_decreasing(pieces, rows.length, rows.trained), rows.shapes[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """What of the episodes is packed, each token's weight in the loss by episode, and what is not packed, or not whole."""
+
+    pieces: list[_Piece]
+    weights: dict[int, np.ndarray]
+    overlong: tuple[int, ...]
+    untrained: tuple[int, ...]
+
+    def report(self, num_rows: int, num_slots: int) -> PackingReport:
+        num_tokens, num_trained = sum(p.num_tokens for p in self.pieces), sum(len(p.trained) for p in self.pieces)
+        return PackingReport(num_rows, num_slots, num_tokens, num_trained, self.overlong, self.untrained)
+
+
+def _choose(episodes: Sequence[Episode], row_length: int, max_trained: int, overlong: str, aggregation: str, fixed_length: int | None) -> _Chosen:
+    _check_options(row_length, max_trained, overlong, aggregation, fixed_length)
     pieces, too_long, untrained = [], [], []
     for number, episode in enumerate(episodes):
         trained = np.flatnonzero(np.asarray(episode.loss_mask, bool))
         piece = _Piece(number, len(episode.tokens), trained)
-        if piece.num_tokens > row_length or len(trained) > max_trained_per_row:
+        if piece.num_tokens > row_length or len(trained) > max_trained:
             too_long.append(number)
             if overlong != "truncate":
                 continue
-            piece = _truncated(piece, row_length, max_trained_per_row)
+            piece = _truncated(piece, row_length, max_trained)
         if len(piece.trained) == 0:
             untrained.append(number)
         else:
             pieces.append(piece)
-    rows = _first_fit_decreasing(pieces, row_length, max_trained_per_row)
-    num_rows = max(1, -(-len(rows) // rows_multiple_of)) * rows_multiple_of
     num_averaged = len(pieces) + (len(too_long) if overlong == "mask" else 0)
     weights = _loss_weights(episodes, pieces, num_averaged, aggregation, fixed_length)
-    batch = _fill(episodes, rows, weights, num_rows, row_length, max_trained_per_row)
-    num_tokens = sum(p.num_tokens for p in pieces)
-    report = PackingReport(
-        num_rows=num_rows,
-        num_tokens=num_tokens,
-        num_trained=sum(len(p.trained) for p in pieces),
-        padding=1 - num_tokens / (num_rows * row_length),
-        overlong=tuple(too_long),
-        untrained=tuple(untrained),
-    )
-    return batch, report
+    return _Chosen(pieces, weights, tuple(too_long), tuple(untrained))
 
 
-def _check_options(row_length: int, max_trained: int, multiple: int, overlong: str, aggregation: str, fixed_length: int | None) -> None:
-    if min(row_length, max_trained, multiple) < 1:
-        raise InputError(f"row_length {row_length}, max_trained_per_row {max_trained} and rows_multiple_of {multiple} must be >= 1")
+def _check_options(row_length: int, max_trained: int, overlong: str, aggregation: str, fixed_length: int | None) -> None:
+    if min(row_length, max_trained) < 1:
+        raise InputError(f"row_length {row_length} and max_trained_per_row {max_trained} must be >= 1")
     if overlong not in OVERLONG:
         raise InputError(f"overlong is {overlong!r}: use one of {', '.join(OVERLONG)}")
     if aggregation not in AGGREGATIONS:
@@ -211,7 +303,10 @@ def _fill(
 ) -> Batch:
     by_token = {name: np.zeros((num_rows, row_length), np.int32) for name in ("tokens", "positions", "segment_ids")}
     by_target = {name: np.zeros((num_rows, max_trained), np.int32) for name in ("index", "targets")}
-    by_target |= {name: np.zeros((num_rows, max_trained), np.float32) for name in ("weight", "advantage", "sampler_logprobs", "old_logprobs")}
+    by_target |= {
+        name: np.zeros((num_rows, max_trained), np.float32)
+        for name in ("weight", "advantage", "sampler_logprobs", "old_logprobs", "reference_logprobs")
+    }
     by_target |= {"mask": np.zeros((num_rows, max_trained), bool), "episode": np.full((num_rows, max_trained), -1, np.int32)}
     for r, row in enumerate(rows):
         column = target = 0
@@ -234,16 +329,3 @@ def _fill(
             column += piece.num_tokens
             target += len(piece.trained)
     return Batch(**by_token, **by_target)
-
-
-def split_rows(batch: Batch, rows_per_microbatch: int) -> list[Batch]:
-    """Microbatches of equally many rows; pack with `rows_multiple_of=rows_per_microbatch` so that it comes out even."""
-    num_rows = batch.tokens.shape[0]
-    require(
-        num_rows % rows_per_microbatch == 0,
-        f"{num_rows} rows do not split into microbatches of {rows_per_microbatch}: pack with rows_multiple_of={rows_per_microbatch}",
-    )
-    columns = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    return [
-        Batch(**{name: c[start : start + rows_per_microbatch] for name, c in columns.items()}) for start in range(0, num_rows, rows_per_microbatch)
-    ]

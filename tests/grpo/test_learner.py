@@ -8,7 +8,7 @@ from grpo import toy
 
 from intraskill.grpo.learner import NonFiniteUpdate, OptimizerConfig
 from intraskill.grpo.loss import ClippedPolicyGradient, CrossEntropy
-from intraskill.grpo.packing import Episode, pack, split_rows
+from intraskill.grpo.packing import Episode, pack
 from intraskill.types import InputError
 
 ROW = dict(row_length=16, max_trained_per_row=12)
@@ -30,12 +30,12 @@ def assert_close(a, b, tolerance):
 def train(learner, batches, rows, num_updates=3):
     state, metrics = learner.init(toy.params()), None
     for _ in range(num_updates):
-        state, metrics = learner.update(state, [part for batch in batches for part in split_rows(batch, rows)])
+        state, metrics = learner.update(state, [part for batch in batches for part in toy.split_rows(batch, rows)])
     return state, metrics
 
 
 def with_old(learner, batch, rows=8):
-    return learner.old_log_probs(learner.init(toy.params(seed=1)), split_rows(batch, rows))
+    return learner.old_log_probs(learner.init(toy.params(seed=1)), toy.split_rows(batch, rows))
 
 
 def joined(parts):
@@ -126,7 +126,7 @@ def test_old_log_probs_are_the_trainers_and_only_they_change():
     learner = toy.learner(ClippedPolicyGradient())
     batch = rl_batch()
     state = learner.init(toy.params())
-    parts = split_rows(batch, 4)
+    parts = toy.split_rows(batch, 4)
     filled = joined(learner.old_log_probs(state, parts))
     logp = np.asarray(jax.nn.log_softmax(state.params["table"]))
     for r, m in zip(*np.nonzero(batch.mask), strict=True):
@@ -164,11 +164,11 @@ def test_nothing_compiles_again():
     )
     try:
         state = learner.init(toy.params())
-        state, _ = learner.update(state, learner.old_log_probs(state, split_rows(rl_batch(4, 3), 4)))
+        state, _ = learner.update(state, learner.old_log_probs(state, toy.split_rows(rl_batch(4, 3), 4)))
         assert compiled
         compiled.clear()
         for num_episodes in (30, 3, 80):
-            state, _ = learner.update(state, learner.old_log_probs(state, split_rows(rl_batch(4, num_episodes), 4)))
+            state, _ = learner.update(state, learner.old_log_probs(state, toy.split_rows(rl_batch(4, num_episodes), 4)))
         assert not compiled
     finally:
         jax.monitoring.clear_event_listeners()
@@ -198,7 +198,7 @@ def test_a_non_finite_gradient_stops_and_names_the_microbatch():
         return scores._replace(logprob=scores.logprob - edge)
 
     learner = toy.learner(CrossEntropy(), log_probs=log_probs)
-    parts = split_rows(rl_batch(), 8)
+    parts = toy.split_rows(rl_batch(), 8)
     parts[1] = dataclasses.replace(parts[1], advantage=np.where(parts[1].mask, np.float32(200), np.float32(0)))
     state = learner.init(toy.params())
     with pytest.raises(NonFiniteUpdate, match="update 0: the gradient") as caught:
@@ -221,6 +221,13 @@ def test_old_log_probs_may_not_be_forgotten():
     learner = toy.learner(ClippedPolicyGradient())
     with pytest.raises(ValueError, match="old_logprobs are all 0"):
         learner.update(learner.init(toy.params()), [rl_batch()])
+
+
+def test_reference_log_probs_may_not_be_forgotten():
+    learner = toy.learner(ClippedPolicyGradient(kl_coefficient=0.1))
+    state = learner.init(toy.params())
+    with pytest.raises(ValueError, match="reference_logprobs are all 0"):
+        learner.update(state, learner.old_log_probs(state, [rl_batch()]))
 
 
 def test_bad_input_is_refused():

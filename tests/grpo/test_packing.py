@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
-from grpo import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intraskill.grpo.packing import Episode, pack, split_rows
+from intraskill.grpo.packing import Episode, Rows, pack, pack_microbatches
 from intraskill.types import Completion, InputError, Status, Trajectory, Turn
 
 T, M = 24, 10
@@ -69,7 +68,7 @@ def test_every_token_lands_once_with_its_own_labels(episodes, overlong, multiple
         )
         assert batch.episode[r, m] == n and batch.advantage[r, m] == n and batch.sampler_logprobs[r, m] == -i / 8
     assert sorted(targets) == [(n, i) for n, i in expected if episodes[n].loss_mask[i]]
-    for name in ("index", "targets", "weight", "advantage", "sampler_logprobs", "old_logprobs"):
+    for name in ("index", "targets", "weight", "advantage", "sampler_logprobs", "old_logprobs", "reference_logprobs"):
         assert not getattr(batch, name)[~batch.mask].any()
     assert (batch.episode[~batch.mask] == -1).all()
 
@@ -130,15 +129,67 @@ def test_no_episodes_still_give_a_batch_of_the_fixed_shape():
     assert batch.tokens.shape == (4, 8) and not batch.mask.any() and report.padding == 1
 
 
-def test_split_rows_keeps_every_row():
-    rng = np.random.default_rng(0)
-    batch, _ = pack([toy.episode(rng, n) for n in rng.integers(2, T, 20)], row_length=T, max_trained_per_row=T, rows_multiple_of=3)
-    parts = split_rows(batch, 3)
-    assert all(p.tokens.shape == (3, T) for p in parts)
-    for name in ("tokens", "weight", "episode"):
-        assert np.array_equal(np.concatenate([getattr(p, name) for p in parts]), getattr(batch, name))
-    with pytest.raises(ValueError, match="rows_multiple_of=7"):
-        split_rows(batch, 7)
+def seen(microbatches):
+    """{(episode, position): everything that the update reads about the token}, over all microbatches."""
+    found = {}
+    for batch in microbatches:
+        for r, m in zip(*np.nonzero(batch.mask), strict=True):
+            before = batch.tokens[r][batch.segment_ids[r] == batch.segment_ids[r, batch.index[r, m]]].tolist()
+            key = (int(batch.episode[r, m]), int(batch.positions[r, batch.index[r, m]]))
+            assert key not in found
+            found[key] = (int(batch.targets[r, m]), before, batch.weight[r, m], batch.advantage[r, m], batch.sampler_logprobs[r, m])
+    return found
+
+
+@settings(deadline=None, max_examples=80)
+@given(episode_lists(), st.integers(1, 4), st.sampled_from([0, 12, 9]), st.sampled_from(["drop", "mask", "truncate"]))
+def test_microbatches_say_what_one_batch_says(episodes, count, unit, overlong):
+    """Whatever the rows, each trained token sees the same episode and has the same weight; shapes are those announced, short rows come last."""
+    rows = Rows(count, T, M, unit)
+    microbatches, report = pack_microbatches(episodes, rows, overlong=overlong)
+    whole, expected = pack(episodes, row_length=T, max_trained_per_row=M, overlong=overlong)
+    assert seen(microbatches) == seen([whole])
+    shapes = [batch.tokens.shape + batch.index.shape for batch in microbatches]
+    announced = [batch.tokens.shape + batch.index.shape for batch in rows.empty()]
+    assert set(shapes[:-1]) <= {announced[-1]} and shapes[-1] in announced
+    assert announced[-1] == (count, T, count, M) and len(announced) == {0: 1, 12: 2, 9: 3}[unit]
+    assert report.num_slots == sum(batch.tokens.size for batch in microbatches) and report.num_rows == count * len(microbatches)
+    assert (report.num_tokens, report.num_trained, report.overlong, report.untrained) == (
+        expected.num_tokens,
+        expected.num_trained,
+        expected.overlong,
+        expected.untrained,
+    )
+
+
+def test_short_rows_by_hand():
+    """Rows of 8, two at a time. 8 + 7 fill one microbatch; 3 + 3 fit one row of 8, but also two of 4."""
+    episodes = [Episode(np.ones(n, np.int32), [False] + [True] * (n - 1)) for n in (8, 3, 7, 3)]
+    microbatches, report = pack_microbatches(episodes, Rows(2, 8, 8, 4))
+    assert [batch.tokens.shape for batch in microbatches] == [(2, 8), (2, 4)] and [batch.index.shape for batch in microbatches] == [(2, 8), (2, 4)]
+    assert report.num_slots == 24 and report.num_rows == 4 and report.padding == pytest.approx(3 / 24)
+    assert pack_microbatches(episodes, Rows(2, 8, 8))[1].padding == pytest.approx(11 / 32)
+    # Four trained positions are too many for a short row of four tokens and two trained ones.
+    (short,), _ = pack_microbatches([Episode([1] * 4, [False, True, True, False])], Rows(2, 8, 4, 4))
+    (full,), _ = pack_microbatches([Episode([1] * 4, [False, True, True, True])], Rows(2, 8, 4, 4))
+    assert short.tokens.shape == (2, 4) and full.tokens.shape == (2, 8)
+
+
+def test_shapes_of_rows():
+    assert Rows(2, 20, 10, 8).shapes == [(8, 4), (16, 8), (20, 10)]
+    assert Rows(2, 20, 9, 8).shapes == [(8, 4), (16, 8), (20, 9)], "a share of the trained positions is rounded up"
+    assert Rows(2, 20, 10).shapes == Rows(2, 20, 10, 20).shapes == Rows(2, 20, 10, 4096).shapes == [(20, 10)]
+
+
+def test_no_episodes_still_give_a_microbatch():
+    (batch,), report = pack_microbatches([], Rows(4, 8, 4, 4))
+    assert batch.tokens.shape == (4, 4) and not batch.mask.any() and report.padding == 1
+
+
+@pytest.mark.parametrize(("arguments", "message"), [((0, 8, 4), "0 rows"), ((2, 8, 4, -1), "unit of -1"), ((2, 8192, 4, 1), "raise the unit")])
+def test_bad_rows_are_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        Rows(*arguments)
 
 
 def test_an_episode_of_a_trajectory():

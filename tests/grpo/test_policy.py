@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo.toy import split_rows
 
 from intraskill.grpo.learner import OptimizerConfig
 from intraskill.grpo.loss import ClippedPolicyGradient, CrossEntropy
-from intraskill.grpo.packing import Episode, pack, split_rows
+from intraskill.grpo.packing import Episode, pack
 from intraskill.grpo.policy import decay_mask, log_probs_fn, qwen35_learner
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.model import init_params, log_probs
@@ -53,22 +54,40 @@ def batch(rows=4, num_episodes=12):
     return split_rows(pack(episodes, row_length=16, max_trained_per_row=12, rows_multiple_of=rows)[0], rows)
 
 
-def test_old_log_probs_follow_the_samplers_convention(params):
-    """Temperature 0.6 and two banned ids, against the softmax of each episode alone."""
-    learner = qwen35_learner(CONFIG, mesh(1, 1, 1), OptimizerConfig(), ClippedPolicyGradient(), temperature=0.6, banned_ids=(30, 31))
-    state = learner.init(params)
-    (part, *_) = learner.old_log_probs(state, batch())
-    row, m = 0, int(part.mask[0].sum()) - 1
+def by_its_episode_alone(params, part, row, m):
+    """The log-prob of one trained token from softmax(logits / 0.6) over the first 30 ids, with nothing but its episode in the row."""
     segment = part.segment_ids[row] == part.segment_ids[row, part.index[row, m]]
     tokens = part.tokens[row : row + 1, segment]
     at = part.positions[row : row + 1, part.index[row, m]][None]
     arrays = (tokens, np.arange(tokens.shape[1])[None], np.ones_like(tokens), np.repeat(at, 32, 1), np.arange(CONFIG.vocab_size)[None])
     alone = jax.jit(log_probs, static_argnums=1)(params, CONFIG, *(jnp.asarray(a, jnp.int32) for a in arrays))
     scaled = np.asarray(alone.logprob[0])[:30] / 0.6
-    expected = scaled[part.targets[row, m]] - np.log(np.exp(scaled).sum())
-    assert part.old_logprobs[row, m] == pytest.approx(expected, abs=1e-5)
+    return scaled[part.targets[row, m]] - np.log(np.exp(scaled).sum())
+
+
+def test_policy_and_reference_follow_the_samplers_convention(params):
+    """Temperature 0.6 and two banned ids."""
+    objective = ClippedPolicyGradient(kl_coefficient=0.5)
+    learner = qwen35_learner(CONFIG, mesh(1, 1, 1), OptimizerConfig(), objective, temperature=0.6, banned_ids=(30, 31))
+    state, other = learner.init(params), jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(1))
+    (part, *_) = learner.reference_log_probs(learner.reference(other), 0, learner.old_log_probs(state, batch()))
+    row, m = 0, int(part.mask[0].sum()) - 1
+    assert part.old_logprobs[row, m] == pytest.approx(by_its_episode_alone(params, part, row, m), abs=1e-5)
+    assert part.reference_logprobs[row, m] == pytest.approx(by_its_episode_alone(other, part, row, m), abs=1e-5)
+    log_q = (part.reference_logprobs - part.old_logprobs)[part.mask].astype(np.float64)
     _, metrics = learner.update(state, [part])
     assert metrics["ratio_gap"] < 1e-6
+    assert metrics["reference_kl"] == pytest.approx((np.exp(log_q) - log_q - 1).mean(), rel=1e-4)
+
+
+def test_accumulated_gradients_equal_the_unsplit_batch_s(params):
+    """With beta1 = 0 the moment `mu` is the gradient that AdamW saw."""
+    optimizer = OptimizerConfig(beta1=0.0, max_grad_norm=np.inf)
+    learner = qwen35_learner(CONFIG, mesh(1, 1, 1), optimizer, ClippedPolicyGradient())
+    (whole,) = learner.old_log_probs(learner.init(params), batch(rows=8))
+    (state, first), (other, second) = (learner.update(learner.init(params), split_rows(whole, rows)) for rows in (8, 2))
+    assert first["grad_norm"] > 0.1 and first == pytest.approx(second, rel=1e-5, abs=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), state.opt_state[0].mu, other.opt_state[0].mu)
 
 
 def test_it_learns_a_fixed_sequence(params):

@@ -1,5 +1,6 @@
 """A model small enough to differentiate by hand: the next token's logits are a row of a table, chosen by the present token."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from intraskill.grpo.learner import Learner, OptimizerConfig
 from intraskill.grpo.packing import Episode
+from intraskill.types import Batch
 
 VOCABULARY = 8
 
@@ -47,3 +49,10 @@ def episode(rng, num_tokens, *, trained=0.5, advantage=None, token_weights=False
     logprobs = np.where(mask, -rng.random(num_tokens), 0.0)
     weights = rng.uniform(0.2, 2.0, num_tokens) if token_weights else None
     return Episode(rng.integers(0, VOCABULARY, num_tokens), mask, logprobs, rng.normal() if advantage is None else advantage, weights)
+
+
+def split_rows(batch, rows):
+    """A batch of one shape, cut into microbatches of `rows` rows each."""
+    columns = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    assert len(batch.tokens) % rows == 0
+    return [Batch(**{name: c[start : start + rows] for name, c in columns.items()}) for start in range(0, len(batch.tokens), rows)]

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from configs import coevolve
 from intraskill import parts
 from intraskill.grpo.loss import DeviceBatch
-from intraskill.grpo.packing import pack
 from intraskill.models.qwen35.config import QWEN35_4B, ModelConfig
 from intraskill.models.qwen35.model import abstract_params
 from intraskill.models.qwen35.sharding import make_mesh
@@ -136,8 +135,8 @@ def test_state_of_the_4b(update_of_the_4b):
 
 def test_the_batch_of_a_plan_is_the_batch_of_a_run():
     config = coevolve.get_config()
-    config.grpo.update({"row_length": 256, "trained_per_row": 128})
-    packed, _ = pack([], **parts.packing_options(config))  # as many empty rows as a microbatch has
+    config.grpo.update({"row_length": 256, "trained_per_row": 128, "row_unit": 128})
+    packed = parts.packing_options(config)["rows"].empty()[-1]  # full rows, the most that a microbatch has
     for name, shape, array in zip(DeviceBatch._fields, steps.batch_shapes(config), DeviceBatch.of(packed), strict=True):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype), name
 
