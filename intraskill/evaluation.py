@@ -170,6 +170,8 @@ def _refuse_outage(condition: str, outcomes: Sequence[Outcome]) -> None:
 
 def _require_same(directory: Path, manifest: Mapping[str, Any]) -> None:
     recorded = read_json(directory / "manifest.json")
+    if not isinstance(recorded, dict):
+        raise InputError(f"{directory / 'manifest.json'} is damaged (no object); remove {directory} to have it played again")
     differ = [k for k in manifest if recorded.get(k) != plain(manifest)[k]]
     if differ:
         raise InputError(f"{directory} holds another evaluation (its {', '.join(differ)} differ); choose another name or remove the directory")
@@ -182,11 +184,14 @@ def read(directory: Path) -> Result:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         outcomes = tuple(Outcome(**{**row, "injected": tuple(row["injected"]), "weights": tuple(row["weights"])}) for row in rows)
         identity, planned = gate.Identity(**manifest["identity"]), [(task, sample) for task, sample, _ in manifest["episodes"]]
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove {directory} to have it played again") from error
     if [(o.task_id, o.sample) for o in outcomes] != planned:
         raise InputError(f"{path} does not hold each episode of its manifest once, in order; remove {directory} to have it played again")
-    return Result(manifest["condition"], identity, outcomes, read_json(directory / "summary.json"))
+    summary = summarise(manifest["condition"], outcomes, identity, manifest["bank_sha256"])
+    if read_json(directory / "summary.json") != plain(summary):
+        raise InputError(f"{directory / 'summary.json'} does not hold the figures of {path}; remove {directory} to have it played again")
+    return Result(manifest["condition"], identity, outcomes, summary)
 
 
 def outcome(group: Group, sample: int) -> Outcome:
