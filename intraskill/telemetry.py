@@ -103,8 +103,8 @@ class Metrics:
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
         raise InputError(
-            f"{self._path}: line {number} is no record of a step; restore the file from a copy or, where the newest checkpoint is older than the line, "
-            "delete the line and all after it"
+            f"{self._path}: line {number} is no record of a step; restore the file from a copy, or delete it from that line on, which does no harm "
+            "where the newest checkpoint is older"
         )
 
     def _show(self, record: Mapping[str, Any]) -> None:

@@ -94,14 +94,17 @@ def test_keeps_the_last_and_every_nth(tmp_path):
 
 def intercept(monkeypatch, name, before):
     """Has `before` called when a checkpoint is about to get its name, which makes it complete."""
-    for function in ("rename", "replace"):
 
-        def intercepted(source, target, *arguments, _original=getattr(os, function), **options):
+    def intercepted(original):
+        def call(source, target, *arguments, **options):
             if os.path.basename(os.fsdecode(target)) == name:
                 before()
-            return _original(source, target, *arguments, **options)
+            return original(source, target, *arguments, **options)
 
-        monkeypatch.setattr(os, function, intercepted)
+        return call
+
+    monkeypatch.setattr(os, "rename", intercepted(os.rename))
+    monkeypatch.setattr(os, "replace", intercepted(os.replace))
 
 
 def test_saving_goes_on_while_the_next_update_overwrites_the_state(tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ def test_a_line_that_is_no_record_is_refused_by_its_number(tmp_path, line):
         metrics.write(record())
     before = (tmp_path / "metrics.jsonl").read_bytes()
     (tmp_path / "metrics.jsonl").write_bytes(before + line + b"\n" + before)
-    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is no record of a step; restore the file from a copy or"):
+    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is no record of a step; restore the file from a copy, or"):
         Metrics(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before + line + b"\n" + before
 

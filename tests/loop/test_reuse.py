@@ -1,4 +1,4 @@
-"""What an interrupted run left on disk is taken as it is where it still holds: groups and retries of the same weights, tasks and masks. Garbage is not."""
+"""What an interrupted run left is taken as it is where it still holds: groups and retries of the same weights, tasks and masks. Garbage is not."""
 
 import json
 from pathlib import Path
