@@ -89,6 +89,8 @@ def restore(parts: Parts) -> tuple[TrainState, Position]:
         restored = parts.checkpoints.restore(parts.abstract_state())
         state, position = restored.state, Position.from_json(restored.position)
         parts.progress.say(f"resumed after step {position.step}")
+        for name, (then, now) in parts.run.changed.items():
+            parts.progress.say(f"not as when the run began: {name} was {then} and is {now}")
     parts.metrics.restore(position.metrics)
     weights.prune(parts.run.path / "weights", ())  # the engine gets what was restored, published anew
     return state, position
