@@ -19,7 +19,7 @@ from intraskill.grpo.sampling_filter import Admission, admit, is_uniform
 from intraskill.parts import TRAIN, Parts, packing_options, publish
 from intraskill.rollout import records
 from intraskill.rollout.collect import Assignment, collect_until
-from intraskill.run_directory import write_json
+from intraskill.run_directory import read_json, write_json
 from intraskill.skills import curriculum as curricula
 from intraskill.skills import retrieval
 from intraskill.skills.bank import Bank
