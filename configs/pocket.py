@@ -106,7 +106,8 @@ def _full() -> ConfigDict:
     config.test = ConfigDict({"tasks": 400, "samples": 1})
 
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "tensor": 1})
-    config.checkpoint = ConfigDict({"every_steps": 1, "keep": 2})
+    # The newest `keep` stay, and for good those of steps divisible by keep_every (0: none).
+    config.checkpoint = ConfigDict({"every_steps": 1, "keep": 2, "keep_every": 0})
     return config
 
 

@@ -1,19 +1,21 @@
 """Training state and loop position, saved and restored together.
 
 A step's directory holds the arrays (Orbax) and one JSON record: the caller's position (loop, bank, curriculum, random numbers, ...), the
-model config, and for each array its shape, dtype and a checksum. Orbax writes under a temporary name and renames at the end, so a directory with a
-step's name is complete; a process killed while saving leaves the previous step as the latest.
+model config, and for each array its shape, dtype and a checksum. Saving copies the arrays to the host and returns; a thread writes them while the
+next step is played. Orbax writes under a temporary name and renames at the end, so a directory with a step's name is complete; a process killed while
+saving leaves the previous step as the latest, since older ones are dropped only afterwards.
 
 Orbax alone is not enough against a bad disk: a flipped byte in an array's data comes back as another number, without an error. Hence the
 checksums, integer sums over the arrays' bits that do not depend on the mesh and that each process computes for its own part.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree, UInt32
 
+from intraskill.run_directory import require_disk
 from intraskill.types import InputError
 
 _SCHEMA = 1
@@ -78,18 +81,23 @@ class Checkpointer:
             keep_period=keep_every,
             create=not read_only,
             cleanup_tmp_directories=not read_only,
-            enable_async_checkpointing=False,
+            enable_async_checkpointing=not read_only,
             read_only=read_only,
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def save(self, step: int, state: PyTree[Array], position: Mapping[str, Any]) -> None:
-        """Writes a complete checkpoint and returns when it is on disk; then drops those beyond the number to keep.
+        """Starts to write a checkpoint and returns once nothing in it depends on `state` any more, which may then be donated.
+
+        It is complete after `wait`, at the latest when the next `save` returns; then those beyond the number to keep are dropped.
 
         Args:
           step: greater than every step saved before.
           state: arrays, on any mesh.
           position: JSON-like, what the loop needs to go on exactly here.
+
+        Raises:
+          InputError: too little space is left on the disk, or this or the previous checkpoint could not be written.
         """
         latest = self.latest()
         if latest is not None and step <= latest:
@@ -105,12 +113,19 @@ class Checkpointer:
             "position": _as_json(dict(position), "position"),
         }
         record["sha256"] = _digest(record)
-        saved = self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)))
+        require_disk(self._directory, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        with self._write_errors():
+            saved = self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)))
         if not saved:
             raise RuntimeError(f"Orbax declined to save step {step} in {self._directory}")
 
+    def wait(self) -> None:
+        """Returns when what `save` began is on disk. Raises InputError when it could not be written."""
+        with self._write_errors():
+            self._manager.wait_until_finished()
+
     def latest(self) -> int | None:
-        """The newest complete step, None when there is none."""
+        """The newest step, None when there is none; it may still be being written."""
         return self._manager.latest_step()
 
     def restore(self, abstract_state: PyTree[jax.ShapeDtypeStruct]) -> Restored:
@@ -122,6 +137,7 @@ class Checkpointer:
         Raises:
           InputError: there is no checkpoint, none is sound, or it belongs to another model or optimizer.
         """
+        self.wait()
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps:
             raise InputError(f"no checkpoint in {self._directory}: start without resuming, or give the directory of a run that has saved one")
@@ -140,7 +156,19 @@ class Checkpointer:
         raise InputError(f"all checkpoints in {self._directory} are corrupt ({reasons}): restore the directory from a copy, or start a new run")
 
     def close(self) -> None:
-        self._manager.close()
+        """Waits for what is being written, as `wait` does, and lets go of the directory."""
+        with self._write_errors():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        """Turns what Orbax's threads raise, of many types, into an InputError."""
+        try:
+            yield
+        except Exception as error:
+            raise InputError(
+                f"a checkpoint in {self._directory} could not be written ({type(error).__name__}: {str(error)[:300]}): check the disk, then resume"
+            ) from error
 
     def _restore(self, step: int, abstract_state: PyTree[jax.ShapeDtypeStruct]) -> Restored:
         record = self._record(step)

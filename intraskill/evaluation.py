@@ -170,6 +170,8 @@ def _refuse_outage(condition: str, outcomes: Sequence[Outcome]) -> None:
 
 def _require_same(directory: Path, manifest: Mapping[str, Any]) -> None:
     recorded = read_json(directory / "manifest.json")
+    if not isinstance(recorded, dict):
+        raise InputError(f"{directory / 'manifest.json'} is damaged (no object); remove {directory} to have it played again")
     differ = [k for k in manifest if recorded.get(k) != plain(manifest)[k]]
     if differ:
         raise InputError(f"{directory} holds another evaluation (its {', '.join(differ)} differ); choose another name or remove the directory")
@@ -179,14 +181,19 @@ def read(directory: Path) -> Result:
     """The condition that `run` recorded in `directory`. Raises InputError for a damaged record, one with an episode twice among others."""
     manifest, path = read_json(directory / "manifest.json"), directory / "episodes.jsonl"
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in path.read_bytes().decode("utf-8").splitlines()]
         outcomes = tuple(Outcome(**{**row, "injected": tuple(row["injected"]), "weights": tuple(row["weights"])}) for row in rows)
         identity, planned = gate.Identity(**manifest["identity"]), [(task, sample) for task, sample, _ in manifest["episodes"]]
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        summary = summarise(manifest["condition"], outcomes, identity, manifest["bank_sha256"])
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove {directory} to have it played again") from error
     if [(o.task_id, o.sample) for o in outcomes] != planned:
         raise InputError(f"{path} does not hold each episode of its manifest once, in order; remove {directory} to have it played again")
-    return Result(manifest["condition"], identity, outcomes, read_json(directory / "summary.json"))
+    recorded = read_json(directory / "summary.json")
+    counted = {k: v for k, v in summary.items() if not isinstance(v, float)}  # a mean's last bit may be another machine's
+    if not isinstance(recorded, dict) or {k: recorded.get(k) for k in counted} != counted:
+        raise InputError(f"{directory / 'summary.json'} does not hold the figures of {path}; remove {directory} to have it played again")
+    return Result(manifest["condition"], identity, outcomes, summary)
 
 
 def outcome(group: Group, sample: int) -> Outcome:

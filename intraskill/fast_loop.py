@@ -22,7 +22,7 @@ from intraskill.grpo.sampling_filter import Admission, admit, is_uniform
 from intraskill.parts import TRAIN, Parts, packing_options, publish
 from intraskill.rollout import records
 from intraskill.rollout.collect import Assignment, collect_until
-from intraskill.run_directory import write_json
+from intraskill.run_directory import read_json, write_json
 from intraskill.skills import curriculum as curricula
 from intraskill.skills import retrieval
 from intraskill.skills.bank import Bank
@@ -61,11 +61,43 @@ def group_path(parts: Parts, round_index: int, index: int) -> Path:
     return parts.run.round(round_index) / "groups" / f"{index:08d}.json"
 
 
+def read_group(path: Path) -> Group:
+    """The group in a file. Raises InputError, naming the file, when it is damaged."""
+    record = read_json(path)
+    try:
+        return records.from_json(record)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def recorded(parts: Parts, path: Path, assignment: Assignment, digest: str) -> Group | None:
+    """The group that an interrupted run finished, where it is the one to play now: same task and masks, sampled by the weights `digest`.
+
+    None where there is none, and where it would be played otherwise: by other weights (an earlier life of the run went on from another checkpoint),
+    or better, since an episode failed technically. A damaged file is as good as none, and is replaced by the group that is played now.
+    """
+    if not path.is_file():
+        return None
+    try:
+        group = read_group(path)
+    except InputError as error:
+        parts.progress.say(f"group {assignment.index} is played again: {error}")
+        return None
+    planned = (assignment.index, assignment.task, assignment.mask, tuple(mask for mask, _ in assignment.own))
+    same = (group.index, group.task, group.mask, group.own_masks) == planned and len(group.trajectories) == parts.config.rollout.group_size
+    return group if same and all(t.scored and set(t.weights) <= {digest} for t in group.trajectories) else None
+
+
 async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index: int, step: int, first_group: int) -> tuple[list[Group], Admission]:
-    """Plays the groups of one step, and as many more as it takes to fill it; every finished group is on disk before it is admitted."""
+    """Plays the groups of one step, and as many more as it takes to fill it; every finished group is on disk before it is admitted.
+
+    Groups that an interrupted run finished are read, not played again, where the engine serves the weights that sampled them.
+    """
     settings = parts.config.rollout
     start = time.monotonic()
     parts.progress.start(f"step {step}: rollout", settings.oversample)
+    served = (await parts.engine.healthy()).digest
+    reused: list[int] = []
 
     def assign(index: int) -> Assignment:
         return guide(curriculum, bank, index, task_of(parts.tasks["train"], parts.config.seed, index), settings.group_size)
@@ -74,12 +106,21 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
         write_json(group_path(parts, round_index, group.index), records.to_json(group))
         parts.progress.advance(f"step {step}: rollout")
 
+    def known(assignment: Assignment) -> Group | None:
+        group = recorded(parts, group_path(parts, round_index, assignment.index), assignment, served)
+        if group is not None:
+            reused.append(group.index)
+            parts.progress.advance(f"step {step}: rollout")
+        return group
+
     def decide(groups: Sequence[Group]) -> Admission:
         return admit(groups, settings.groups_per_step, settings.max_technical_in_a_row)
 
-    groups = await collect_until(parts.rollout(TRAIN), assign, first_group, settings.oversample, lambda g: decide(g).missing, keep)
+    groups = await collect_until(parts.rollout(TRAIN), assign, first_group, settings.oversample, lambda g: decide(g).missing, keep, known)
     admission = decide(groups)
     parts.progress.finish(f"step {step}: rollout")
+    if reused:
+        parts.progress.say(f"step {step}: {len(reused)} of {len(groups)} groups were finished before the interruption and were not played again")
     figures = rollout_metrics(groups, bank) | admission.metrics()
     parts.metrics.write({"kind": "rollout", "round": round_index, "step": step, **figures, "seconds": time.monotonic() - start})
     return groups, admission
@@ -223,7 +264,13 @@ class Position:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Position":
-        return cls(value["step"], value["next_group"], tuple(value["round_starts"]), value["metrics"])
+        try:
+            return cls(value["step"], value["next_group"], tuple(value["round_starts"]), value["metrics"])
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                f"the checkpoint's position {dict(value)} is not this version's ({type(error).__name__}: {error}): resume with the version that "
+                "saved it, or start a new run"
+            ) from None
 
     def enter(self, round_index: int) -> "Position":
         """The position at the start of a round, or the same one inside it."""

@@ -1,7 +1,7 @@
 """The loop, as it is drawn: groups under one mask, update, sync; every round retry, analysis, candidates, gate, next bank and curriculum.
 
 The model update compares episodes within one context; the skill update compares contexts at one checkpoint. A run killed at any instant
-goes on from its last complete step: finished evaluations are read, everything after that step is played again.
+goes on from its newest checkpoint: what is on disk and still holds (groups, retries, evaluations) is read, the rest is done again.
 """
 
 import time
@@ -30,8 +30,9 @@ async def run(parts: Parts) -> dict[str, Any]:
             continue
         began = time.time()
         state, position, published = await fast_round(parts, state, position.enter(index), bank, curriculum, index)
+        parts.checkpoints.wait()  # what is measured from here on belongs to a checkpoint that is on disk
         groups = slow_loop.groups_of_round(parts, index, position)
-        cases = await slow_loop.retry(parts, groups, bank, index)
+        cases = await slow_loop.retry(parts, published, groups, bank, index)
         cards = await slow_loop.analyse(parts, cases, bank, index)
         pool = slow_loop.compile_candidates(parts, cards, bank, index)
         bare, masked, result = await slow_loop.gate_round(parts, published, pool, index)
@@ -88,6 +89,8 @@ def restore(parts: Parts) -> tuple[TrainState, Position]:
         restored = parts.checkpoints.restore(parts.abstract_state())
         state, position = restored.state, Position.from_json(restored.position)
         parts.progress.say(f"resumed after step {position.step}")
+        for name, (then, now) in parts.run.changed.items():
+            parts.progress.say(f"not as when the run began: {name} was {then} and is {now}")
     parts.metrics.restore(position.metrics)
-    weights.prune(parts.run.path / "weights", range(position.step + 1))  # versions of steps that will be played again
+    weights.prune(parts.run.path / "weights", ())  # the engine gets what was restored, published anew
     return state, position

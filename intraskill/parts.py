@@ -80,6 +80,7 @@ _SIZES = {
     "mesh.tensor": 1,
     "checkpoint.every_steps": 1,
     "checkpoint.keep": 1,
+    "checkpoint.keep_every": 0,
 }
 
 
@@ -354,7 +355,12 @@ def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, sh
         shop=shop,
         shop_identity=shop_identity,
         analyst=RuleAnalyst(shop, inputs.mechanisms),
-        checkpoints=Checkpointer(run.path / "checkpoints", model_config=dataclasses.asdict(policy.config), keep_last=config.checkpoint.keep),
+        checkpoints=Checkpointer(
+            run.path / "checkpoints",
+            model_config=dataclasses.asdict(policy.config),
+            keep_last=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every or None,
+        ),
         initial_bank=inputs.bank,
         general_words=firewall.vocabulary([*wordings, *(chunk.text for chunk in inputs.bank.chunks)]),
         tasks=inputs.tasks,

@@ -83,6 +83,8 @@ def of(config: Any) -> Plan:
     caches = (
         rollout.num_slots * rollout.max_context * 2 * shape.num_kv_heads * shape.head_dim * 4 * (shape.num_layers // shape.full_attention_interval)
     )
+    keep, keep_every = config.checkpoint.keep, config.checkpoint.keep_every
+    checkpoints = keep + 1 + (steps // keep_every if keep_every else 0)  # the newest, the one being written, those kept for good
     activations = config.grpo.rows_per_microbatch * config.grpo.row_length * shape.num_layers * (shape.hidden_size + shape.intermediate_size) * 4 * 8
     return Plan(
         num_params=params,
@@ -96,7 +98,7 @@ def of(config: Any) -> Plan:
         detectable_effect=assignment.expected_effect(pairs, columns, assignment.independent_sigma(0.5)) if gated else 0.0,
         seconds=seconds,
         memory_bytes=6 * state + caches + activations + (1 << 30),
-        disk_bytes=3 * state * (config.checkpoint.keep + 1) + 3 * state + int((generated + evaluated / 8) * tokens * _RECORD_BYTES_PER_TOKEN),
+        disk_bytes=3 * state * checkpoints + 3 * state + int((generated + evaluated / 8) * tokens * _RECORD_BYTES_PER_TOKEN),
     )
 
 

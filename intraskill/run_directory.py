@@ -36,6 +36,11 @@ PACKAGES = (
 ).split()
 
 
+# Settings that a resumed run may be given anew, since they say where and with what the run is computed and not what it is. Another mesh adds in
+# another order, so its numbers differ in their last bits from then on.
+MAY_CHANGE = ("mesh.", "checkpoint.", "engine.addresses", "engine.turn_seconds", "engine.start_seconds", "engine.load_seconds", "shop.port")
+
+
 # ------------------------------------------------------------------------------------------------------------------ JSON
 
 
@@ -61,12 +66,18 @@ def plain(value: Any) -> Any:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Reads a JSON file; one that is missing, unreadable or broken is an `InputError`."""
+    """Reads a JSON file; one that is missing, unreadable or broken is an `InputError`, and so is NaN, which `write_json` never writes."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON value")
+
     try:
-        return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e:
+        return json.loads(pathlib.Path(path).read_bytes().decode("utf-8"), parse_constant=refuse)
+    except UnicodeDecodeError as e:
+        raise InputError(f"{os.fspath(path)} cannot be read ({e}); check the path") from None
+    except (ValueError, RecursionError) as e:
         raise InputError(f"{os.fspath(path)} is not JSON ({e}); restore it from a copy, or write it again") from None
-    except (OSError, UnicodeDecodeError) as e:
+    except OSError as e:
         raise InputError(f"{os.fspath(path)} cannot be read ({e}); check the path") from None
 
 
@@ -144,6 +155,15 @@ def _git_revision() -> dict[str, Any] | None:
         return None
 
 
+def _recorded_versions(path: pathlib.Path) -> dict[str, Any]:
+    """What `versions` found when the run began. Raises InputError when the file says something else."""
+    record = read_json(path)
+    known = isinstance(record, dict) and {"packages", "git", "python", "platform"} <= record.keys()
+    if not known or not isinstance(record["packages"], dict) or not isinstance(record.get("resumed", []), list):
+        raise InputError(f"{path} does not say what the run was made with (packages, git, python, platform); restore it from a copy")
+    return record
+
+
 def version_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
     """`{name: [old, new]}` for everything `versions()` reports that differs."""
     flat_old, flat_new = ({**v["packages"], **{k: v[k] for k in ("git", "python", "platform")}} for v in (old, new))
@@ -159,8 +179,8 @@ class RunDirectory:
     Attributes:
       path: the directory.
       config: the run's resolved configuration, as plain JSON types.
-      changed: `version_changes` between the run's creation and this process; empty for a new run. Where it is not, a resumed run need not repeat
-        bit for bit what an uninterrupted one would have done.
+      changed: `version_changes` between the run's creation and this process, and the settings of `MAY_CHANGE` that differ; empty for a new run.
+        Where it is not, a resumed run need not repeat bit for bit what an uninterrupted one would have done.
     """
 
     def __init__(self, path: pathlib.Path, config: Mapping[str, Any], changed: Mapping[str, list[Any]], lock: int):
@@ -194,19 +214,20 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, path: str | os.PathLike[str], config: Mapping[str, Any] | None = None) -> "RunDirectory":
-        """Opens an existing run to go on with it; `config`, where given, must be the one that the run was started with."""
+        """Opens an existing run to go on with it; `config`, where given, must be the one that the run was started with, but for `MAY_CHANGE`."""
         path = pathlib.Path(path).absolute()
         if not (path / "config.json").is_file():
             raise InputError(f"there is no run to resume in {path} (no config.json); leave out --resume to start one, or give the directory of a run")
         lock = _take_lock(path)
         try:
             stored = read_json(path / "config.json")
-            if config is not None:
-                _require_same_config(path, stored, plain(config))
+            if not isinstance(stored, dict):
+                raise InputError(f"{path / 'config.json'} holds no object of settings; restore it from a copy")
+            moved = _require_same_config(path, stored, plain(config)) if config is not None else {}
             for leftover in path.rglob(".*-*.tmp"):  # files that a kill left half-written; nobody is writing them, we hold the lock
                 leftover.unlink()
-            record, now = read_json(path / "versions.json"), versions()
-            changed = version_changes(record, now)
+            record = _recorded_versions(path / "versions.json")
+            changed = {**version_changes(record, versions()), **moved}
             if changed:
                 entry = {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "changed": changed}
                 write_json(path / "versions.json", {**record, "resumed": [*record.get("resumed", []), entry]})
@@ -241,12 +262,17 @@ def _refuse_existing(path: pathlib.Path) -> None:
         raise InputError(f"{path} already exists, and a run is never overwritten; pass --resume to go on with it, or choose another name")
 
 
-def _require_same_config(path: pathlib.Path, stored: Any, given: Any) -> None:
+def _require_same_config(path: pathlib.Path, stored: Any, given: Any) -> dict[str, list[Any]]:
+    """Raises InputError for a difference that changes the run; returns the others as `{key: [old, new]}`."""
+    moved = {}
     for key, old, new in _differences(stored, given):
-        raise InputError(
-            f"{path} was started with {key}={json.dumps(old)}, not {json.dumps(new)}, and a run keeps its configuration; resume with the one in "
-            f"{path / 'config.json'}, or start a new run"
-        )
+        if not key.startswith(MAY_CHANGE):
+            raise InputError(
+                f"{path} was started with {key}={json.dumps(old)}, not {json.dumps(new)}, and a run keeps its configuration; resume with the one in "
+                f"{path / 'config.json'}, or start a new run"
+            )
+        moved[key] = [old, new]
+    return moved
 
 
 def _differences(old: Any, new: Any, prefix: str = ""):

@@ -5,11 +5,12 @@ there is nothing to retry, analyse or measure. Bare validation is played in any 
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from intraskill import evaluation
 from intraskill.evaluation import Case, Result
-from intraskill.fast_loop import Position, chunks_of, group_path
+from intraskill.fast_loop import Position, chunks_of, group_path, read_group
 from intraskill.parts import RETRY, VALIDATE_BARE, VALIDATE_MASKED, Parts
 from intraskill.rollout import records
 from intraskill.rollout.collect import Assignment, collect_groups
@@ -21,36 +22,66 @@ from intraskill.skills.cards import Card
 from intraskill.skills.curriculum import Curriculum
 from intraskill.skills.gate import next_bank
 from intraskill.skills.ledger import Ledger, measured
-from intraskill.types import Group, InputError, Mask, MaskKind, Published, Task
+from intraskill.types import Group, InputError, Mask, MaskKind, Published, Task, Trajectory
 
 
 def groups_of_round(parts: Parts, round_index: int, position: Position) -> list[Group]:
-    """The groups that the round's steps played, from disk, in order; `position` is the one at the round's end."""
-    indices = range(position.round_starts[round_index], position.next_group)
-    return [records.from_json(read_json(group_path(parts, round_index, i))) for i in indices]
+    """The groups that the round's steps played, from disk, in order; `position` is the one at the round's end.
+
+    Files of other groups go: an interrupted run played them with weights that the resumed one did not come to.
+    """
+    paths = [group_path(parts, round_index, i) for i in range(position.round_starts[round_index], position.next_group)]
+    for path in set(paths[0].parent.glob("*.json")) - set(paths):
+        path.unlink()
+    return [read_group(path) for path in paths]
 
 
-async def retry(parts: Parts, groups: Sequence[Group], bank: Bank, round_index: int) -> list[triage.Case]:
-    """Plays each all-wrong group's task once more with the full bank; the verdicts, written beside the groups."""
-    cases = [triage.triage(group) for group in groups]
+async def retry(parts: Parts, published: Published, groups: Sequence[Group], bank: Bank, round_index: int) -> list[triage.Case]:
+    """Plays each all-wrong group's task once more with the full bank; the verdicts, written beside the groups as soon as there are any.
+
+    A retry that an interrupted run finished at the same weights is read, not played again.
+    """
+    cases = {group.index: triage.triage(group) for group in groups}
     if parts.config.bank.revision == "fixed":
-        return cases
-    waiting = [c for c in cases if c.triage == triage.Triage.RETRY]
+        return list(cases.values())
+    waiting = [c.group for c in cases.values() if c.triage == triage.Triage.RETRY]
     parts.progress.start(f"round {round_index}: retries", len(waiting))
     mask = bank.full_mask
-    played = await collect_groups(
-        parts.rollout(RETRY, group_size=1),
-        [Assignment(c.group.index, c.group.task, mask, chunks_of(bank, mask)) for c in waiting],
-        lambda _: parts.progress.advance(f"round {round_index}: retries"),
-    )
+
+    def settle(index: int, retried: Trajectory) -> None:
+        cases[index] = triage.after_retry(cases[index], retried)
+        parts.progress.advance(f"round {round_index}: retries")
+
+    def keep(played: Group) -> None:
+        (retried,) = played.trajectories
+        settle(played.index, retried)
+        case = cases[played.index]
+        record = records.to_json(case.group) | {"triage": str(case.triage), "retry": records.trajectory_to_json(retried)}
+        write_json(group_path(parts, round_index, played.index), record)
+
+    pending = []
+    for group in waiting:
+        retried = _recorded_retry(parts, group_path(parts, round_index, group.index), mask, published.digest)
+        if retried is None:
+            pending.append(Assignment(group.index, group.task, mask, chunks_of(bank, mask)))
+        else:
+            settle(group.index, retried)
+    await collect_groups(parts.rollout(RETRY, group_size=1), pending, keep)
     parts.progress.finish(f"round {round_index}: retries")
-    retried = {g.index: g.trajectories[0] for g in played}
-    done = [triage.after_retry(c, retried[c.group.index]) if c.triage == triage.Triage.RETRY else c for c in cases]
-    for case in done:
-        if case.retry is not None:
-            record = records.to_json(case.group) | {"triage": str(case.triage), "retry": records.trajectory_to_json(case.retry)}
-            write_json(group_path(parts, round_index, case.group.index), record)
-    return done
+    return list(cases.values())
+
+
+def _recorded_retry(parts: Parts, path: Path, mask: Mask, digest: str) -> Trajectory | None:
+    """The retry in a group's file, where it is the one to play now: under the full bank, by the weights `digest`, and scored."""
+    record = read_json(path)
+    if "retry" not in record:
+        return None
+    try:
+        retried = records.trajectory_from_json(record["retry"])
+    except InputError as error:
+        parts.progress.say(f"{path}: the retry is played again: {error}")
+        return None
+    return retried if retried.scored and retried.injected == mask.chunk_ids and set(retried.weights) <= {digest} else None
 
 
 async def analyse(parts: Parts, cases: Sequence[triage.Case], bank: Bank, round_index: int) -> list[Card]:

@@ -10,12 +10,20 @@ from intraskill.parts import Parts
 from intraskill.run_directory import read_json, write_json
 from intraskill.skills import gate, triage
 from intraskill.skills.bank import Bank, CandidatePool
+from intraskill.types import InputError
 
 SCHEMA = 1
 
 
 def _round_path(parts: Parts, index: int) -> Path:
     return parts.run.round(index) / "summary.json"
+
+
+def _read_round(path: Path, index: int) -> dict[str, Any]:
+    record = read_json(path)
+    if not isinstance(record, dict) or (record.get("schema_version"), record.get("round")) != (SCHEMA, index):
+        raise InputError(f"{path} is no summary of round {index}; restore it from a copy, or remove it to have the round's end done again")
+    return record
 
 
 def round_done(parts: Parts, index: int) -> bool:
@@ -56,7 +64,7 @@ def write_round(
 
 def write(parts: Parts, base: Mapping[str, Result], final: Mapping[str, Result], seconds: float) -> dict[str, Any]:
     """`summary.json`: rounds, test conditions, the paired comparisons, versions."""
-    rounds = [read_json(_round_path(parts, i)) for i in range(parts.config.schedule.rounds)]
+    rounds = [_read_round(_round_path(parts, i), i) for i in range(parts.config.schedule.rounds)]
     last = evaluation.read(parts.run.path / "eval" / f"round{len(rounds) - 1:03d}-bare")
     test = {name: result for name, result in {**base, **final}.items() if name != "base-validation"}
     seed = parts.config.seed

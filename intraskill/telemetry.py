@@ -90,10 +90,22 @@ class Metrics:
         self._file.truncate(num_bytes)
         self._file.seek(0, os.SEEK_END)
         self._num_lines = len(kept)
-        self._counts = collections.Counter(json.loads(line)["kind"] for line in kept)
+        self._counts = collections.Counter(self._kind(number, line) for number, line in enumerate(kept, 1))
         for board in self._boards.values():
             board.close()
         self._boards = {}
+
+    def _kind(self, number: int, line: bytes) -> str:
+        try:
+            kind = json.loads(line)["kind"]
+            if isinstance(kind, str):
+                return kind
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        raise InputError(
+            f"{self._path}: line {number} is no record of a step; restore the file from a copy, or delete it from that line on, which does no harm "
+            "where the newest checkpoint is older"
+        )
 
     def _show(self, record: Mapping[str, Any]) -> None:
         kind, x = record["kind"], self._counts[record["kind"]]

@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import os
@@ -7,6 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +46,7 @@ def saved(path, steps=(1, 2), **options):
     checkpoints = Checkpointer(path, model_config=CONFIG, **options)
     for step in steps:
         checkpoints.save(step, make_state(step), POSITION | {"step": step})
+    checkpoints.wait()
     return checkpoints
 
 
@@ -86,6 +90,59 @@ def test_keeps_the_last_and_every_nth(tmp_path):
     checkpoints = saved(tmp_path, range(1, 8), keep_last=2, keep_every=3)
     assert sorted(int(p.name) for p in tmp_path.iterdir() if p.is_dir()) == [3, 6, 7]
     assert checkpoints.latest() == 7
+
+
+def intercept(monkeypatch, name, before):
+    """Has `before` called when a checkpoint is about to get its name, which makes it complete."""
+
+    def intercepted(original):
+        def call(source, target, *arguments, **options):
+            if os.path.basename(os.fsdecode(target)) == name:
+                before()
+            return original(source, target, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(os, "rename", intercepted(os.rename))
+    monkeypatch.setattr(os, "replace", intercepted(os.replace))
+
+
+def test_saving_goes_on_while_the_next_update_overwrites_the_state(tmp_path, monkeypatch):
+    may_end = threading.Event()
+    intercept(monkeypatch, "1", lambda: may_end.wait(60))
+    checkpoints = Checkpointer(tmp_path, model_config=CONFIG)
+    state = make_state()
+    checkpoints.save(1, state, POSITION)
+    assert not (tmp_path / "1").exists()
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x + x, tree), donate_argnums=0)
+    jax.block_until_ready(overwrite(state))
+    assert state["w"].is_deleted() and not (tmp_path / "1").exists()
+    may_end.set()
+    checkpoints.wait()
+    assert (tmp_path / "1").is_dir()
+    assert_equal(checkpoints.restore(abstract(make_state())).state, make_state())
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_error_and_costs_no_older_one(tmp_path, monkeypatch):
+    checkpoints = saved(tmp_path, (1,), keep_last=1)
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        intercept(patch, "2", full)
+        checkpoints.save(2, make_state(2), POSITION)
+        with pytest.raises(InputError, match=r"could not be written \(.*No space left.*check the disk, then resume"):
+            checkpoints.wait()
+    assert Checkpointer(tmp_path, model_config=CONFIG).restore(abstract(make_state())).step == 1
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    checkpoints = saved(tmp_path, (1,))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1000))
+    with pytest.raises(InputError, match="free some space"):
+        checkpoints.save(2, make_state(2), POSITION)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1"]
 
 
 def test_steps_only_go_up(tmp_path):
@@ -185,10 +242,12 @@ KILLED = """
     checkpoints = Checkpointer(sys.argv[1], model_config={config})
     state = {{"w": jnp.ones((8, 8), jnp.float32)}}
     checkpoints.save(1, state, {{"step": 1}})
+    checkpoints.wait()
     def kill(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
     {where} = kill
     checkpoints.save(2, state, {{"step": 2}})
+    checkpoints.wait()
 """
 WHERE = {
     "before the record": "ocp.JsonCheckpointHandler.save = ocp.JsonCheckpointHandler.async_save",
@@ -207,6 +266,7 @@ def test_killed_while_saving(tmp_path, where):
     restored = checkpoints.restore(abstract({"w": jnp.zeros((8, 8), jnp.float32)}))
     assert restored.step == 1 and restored.position == {"step": 1}
     checkpoints.save(2, restored.state, {"step": 2})
+    checkpoints.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
 
 

@@ -95,6 +95,32 @@ def test_resume_records_changed_versions(tmp_path, monkeypatch):
     assert [r["changed"] for r in record["resumed"]] == [run.changed]
 
 
+def test_what_does_not_change_the_run_may_change_when_it_goes_on(tmp_path):
+    old = {"seed": 1, "mesh": {"fsdp": 1}, "engine": {"addresses": ("http://a",), "dtype": "bfloat16"}, "checkpoint": {"keep": 2}}
+    new = {"seed": 1, "mesh": {"fsdp": 8}, "engine": {"addresses": ("http://b",), "dtype": "bfloat16"}, "checkpoint": {"keep": 2, "keep_every": 0}}
+    RunDirectory.create(tmp_path / "a", old).close()
+    with RunDirectory.resume(tmp_path / "a", new) as run:
+        assert run.changed == {"mesh.fsdp": [1, 8], "engine.addresses": [["http://a"], ["http://b"]], "checkpoint.keep_every": [None, 0]}
+        assert run.config["mesh"] == {"fsdp": 1}, "the record says how the run began"
+    assert run_directory.read_json(tmp_path / "a" / "versions.json")["resumed"][0]["changed"]["mesh.fsdp"] == [1, 8]
+    with pytest.raises(InputError, match=r'started with engine.dtype="bfloat16", not "float32"'):
+        RunDirectory.resume(tmp_path / "a", {**new, "engine": {"addresses": (), "dtype": "float32"}})
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"7", b"{", b"\xff\xfe", b"NaN", b"[" * 100_000, b"1" * 5000, b'{"packages": 3}'])
+def test_garbage_in_what_resuming_reads(tmp_path, content):
+    RunDirectory.create(tmp_path / "a", CONFIG).close()
+    for name in ("config.json", "versions.json"):
+        path = tmp_path / "a" / name
+        before = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(InputError) as error:
+            RunDirectory.resume(tmp_path / "a", CONFIG)
+        assert str(tmp_path / "a") in str(error.value) and (name in str(error.value) or "packages=3" in str(error.value))
+        path.write_bytes(before)
+    RunDirectory.resume(tmp_path / "a", CONFIG).close()
+
+
 def test_one_process_at_a_time(tmp_path):
     run = RunDirectory.create(tmp_path / "a", CONFIG)
     program = (

@@ -67,6 +67,19 @@ def test_resuming_from_a_shortened_file_is_refused(tmp_path):
             metrics.restore({"num_lines": 5})
 
 
+@pytest.mark.parametrize(
+    "line", [b"", b"[]", b"null", b"NaN", b'{"step": 1}', b'{"kind": 3}', b'{"kind": "roll', b"\xff", b"[" * 100_000, b"\x00" * 9]
+)
+def test_a_line_that_is_no_record_is_refused_by_its_number(tmp_path, line):
+    with Metrics(tmp_path) as metrics:
+        metrics.write(record())
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(before + line + b"\n" + before)
+    with pytest.raises(InputError, match=r"metrics.jsonl: line 2 is no record of a step; restore the file from a copy, or"):
+        Metrics(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before + line + b"\n" + before
+
+
 def test_tensorboard_counts_records_of_a_kind(tmp_path):
     with Metrics(tmp_path) as metrics:
         metrics.write(record("update", 3, loss=1.5), record("update", 3, loss=0.5, note="text"), record("rollout", 4, inclusion={"a@1": 0.25}))

@@ -105,10 +105,12 @@ async def collect_until(
     num_groups: int,
     missing: Callable[[Sequence[Group]], int],
     on_group: Callable[[Group], None],
+    recorded: Callable[[Assignment], Group | None] = lambda _: None,
 ) -> list[Group]:
     """Plays `num_groups` groups, then as many further ones as `missing` asks for, until it asks for none.
 
-    Every wave is played to its end before `missing` sees it, so what is played depends on the groups' outcomes, never on their timing.
+    Every wave is played to its end before `missing` sees it, so what is played depends on the groups' outcomes, never on their timing. A group that
+    `recorded` has, since an interrupted collection finished it, is taken as it is: neither played nor given to `on_group`.
 
     Returns:
       All groups, `first_index`, `first_index + 1`, ... without a gap; the next collection starts after the last.
@@ -117,7 +119,11 @@ async def collect_until(
     wave = num_groups
     while wave:
         start = first_index + len(groups)
-        groups += await collect_groups(rollout, [assign(i) for i in range(start, start + wave)], on_group)
+        assignments = [assign(i) for i in range(start, start + wave)]
+        known = {a.index: group for a in assignments if (group := recorded(a)) is not None}
+        played = await collect_groups(rollout, [a for a in assignments if a.index not in known], on_group)
+        wanted = known | {g.index: g for g in played}
+        groups += [wanted[a.index] for a in assignments]
         wave = missing(groups)
     return groups
 

@@ -118,8 +118,9 @@ def _turn_from_json(record: Mapping[str, Any], ids: Iterator[int], logprobs: Ite
 
 
 def _check_schema(record: Mapping[str, Any]) -> None:
-    if record.get("schema") != SCHEMA:
-        raise InputError(f"the record has schema {record.get('schema')!r}, this version reads {SCHEMA}: read it with the version that wrote it")
+    found = record.get("schema") if isinstance(record, Mapping) else None
+    if found != SCHEMA:
+        raise InputError(f"the record has schema {found!r}, this version reads {SCHEMA}: read it with the version that wrote it")
 
 
 @contextlib.contextmanager

@@ -55,11 +55,14 @@ class Ledger:
         if not self.path.exists():
             return []
         found = []
-        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
             try:
                 value = records.fields(self.path, json.loads(line), Entry)
-                found.append(Entry(**{**value, "fate": Fate(value["fate"]), "cards": tuple(value.get("cards", ()))}))
-            except (ValueError, TypeError) as error:
+                entry = Entry(**{**value, "fate": Fate(value["fate"]), "cards": tuple(value.get("cards", ()))})
+                if type(entry.round) is not int or any(type(v) is not str for v in (*entry.cards, *dataclasses.astuple(entry)[3:])):
+                    raise TypeError("round is a whole number, all else text")
+                found.append(entry)
+            except (ValueError, TypeError, RecursionError) as error:
                 raise InputError(f"{self.path}:{number}: not a ledger entry ({error}); restore the line or remove it") from error
         return found
 

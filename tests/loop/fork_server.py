@@ -16,6 +16,10 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loop.kills import Kill
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,16 +86,17 @@ class ForkServer:
         print(json.dumps(request), file=self._server.stdin, flush=True)
         return json.loads(self._server.stdout.readline())
 
-    def start(self, script: str, *arguments: str) -> Process:
-        """Runs `python SCRIPT ARGUMENTS` in the source's root; returns at once."""
+    def start(self, script: str, *arguments: str, kill: "Kill | None" = None, batches: Path | None = None) -> Process:
+        """Runs `python SCRIPT ARGUMENTS` in the source's root; returns at once. The process may kill itself, and note its batches in a file."""
         self._count += 1
         directory = self._scratch / f"{self._count:03d}"
         directory.mkdir(parents=True)
-        return Process(self, self.ask({"start": [script, *arguments], "directory": str(directory)}), directory)
+        hooks = {"kill": kill and dataclasses.astuple(kill), "batches": batches and str(batches)}
+        return Process(self, self.ask({"start": [script, *arguments], "directory": str(directory), **hooks}), directory)
 
-    def run(self, script: str, *arguments: str, timeout: float = 600) -> Process:
+    def run(self, script: str, *arguments: str, timeout: float = 600, kill: "Kill | None" = None, batches: Path | None = None) -> Process:
         """Runs it to its end."""
-        process = self.start(script, *arguments)
+        process = self.start(script, *arguments, kill=kill, batches=batches)
         process.wait(timeout)
         return process
 
@@ -123,11 +128,11 @@ def _serve() -> None:
         else:
             answer = os.fork()
             if answer == 0:
-                _become(Path(request["directory"]), request["start"])
+                _become(Path(request["directory"]), request["start"], request["kill"], request["batches"])
         print(json.dumps(answer), flush=True)
 
 
-def _become(directory: Path, command: list[str]) -> None:
+def _become(directory: Path, command: list[str], kill: list | None, batches: str | None) -> None:
     """Runs the script and ends the process.
 
     The child has standard streams of its own, and Ctrl-C as at a terminal: what a shell starts in the background ignores it. It ends at once, because
@@ -140,6 +145,12 @@ def _become(directory: Path, command: list[str]) -> None:
     sys.argv, sys.path[0] = command, str(ROOT / "launch")
     status: object = 0
     try:
+        import kills  # beside this script
+
+        if batches:
+            kills.note_batches(batches)
+        if kill:
+            kills.Kill(*kill).arm()
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         status = end.code

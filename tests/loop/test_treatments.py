@@ -204,7 +204,7 @@ async def test_a_fixed_bank_is_neither_retried_nor_measured_nor_changed(tmp_path
     groups, _, _ = await play(tmp_path, variant, bank=found["bank"], round_index=1)
     wrong = [g for g in groups if g.all_wrong]
     prompts = len(parts.engine.prompts)
-    cases = await slow_loop.retry(parts, groups, BANK, 1)
+    cases = await slow_loop.retry(parts, PUBLISHED, groups, BANK, 1)
     assert wrong and triage.counts(cases)["retry"] == len(wrong) and len(parts.engine.prompts) == prompts
     assert {i for g in groups for i in g.mask.chunk_ids} == (set(BANK.ids) if variant == "fixed_bank" else set())
 
