@@ -57,6 +57,7 @@ def _full() -> ConfigDict:
             "decode_block": 4,
             "attempts": 2,
             "max_technical_in_a_row": 20,
+            "overlap": 0,  # 1: the next step is played while one trains, by weights that are one version older
         }
     )
     # embedded: in this process. sglang: servers behind SGLang's HTTP contract; dtype is what they hold, layout how weights reach them.

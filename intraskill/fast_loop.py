@@ -58,7 +58,16 @@ def group_path(parts: Parts, round_index: int, index: int) -> Path:
     return parts.run.round(round_index) / "groups" / f"{index:08d}.json"
 
 
-async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index: int, step: int, first_group: int) -> tuple[list[Group], Admission]:
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """A step's groups, what the trainer admits of them, and the step's line in metrics.jsonl, to be written when the step's turn has come."""
+
+    groups: Sequence[Group]
+    admission: Admission
+    record: Mapping[str, Any]
+
+
+async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index: int, step: int, first_group: int) -> Played:
     """Plays the groups of one step, and as many more as it takes to fill it; every finished group is on disk before it is admitted."""
     settings = parts.config.rollout
     start = time.monotonic()
@@ -78,8 +87,7 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
     admission = decide(groups)
     parts.progress.finish(f"step {step}: rollout")
     figures = rollout_metrics(groups, bank) | admission.metrics()
-    parts.metrics.write({"kind": "rollout", "round": round_index, "step": step, **figures, "seconds": time.monotonic() - start})
-    return groups, admission
+    return Played(groups, admission, {"kind": "rollout", "round": round_index, "step": step, **figures, "seconds": time.monotonic() - start})
 
 
 def rollout_metrics(groups: Sequence[Group], bank: Bank) -> dict[str, Any]:
