@@ -57,7 +57,8 @@ def _full() -> ConfigDict:
             "decode_block": 4,
             "attempts": 2,
             "max_technical_in_a_row": 20,
-            "overlap": 0,  # 1: the next step is played while one trains, by weights that are one version older
+            # 1: the next step is played while one trains, by weights that are one version older; needs grpo.sampler_correction (docs/training.md).
+            "overlap": 0,
         }
     )
     # embedded: in this process. sglang: servers behind SGLang's HTTP contract; dtype is what they hold, layout how weights reach them.
@@ -81,6 +82,8 @@ def _full() -> ConfigDict:
             "clip_low": 0.2,
             "clip_high": 0.28,
             "normalise_std": True,
+            "sampler_correction": "none",
+            "sampler_cap": 2.0,
             "aggregation": "episode_mean",
             "overlong": "drop",
             "updates_per_step": 2,
@@ -101,6 +104,8 @@ def _full() -> ConfigDict:
 
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "tensor": 1})
     config.checkpoint = ConfigDict({"every_steps": 1, "keep": 2})
+    # Floating-point operations a second that one device can do at model.dtype, by its maker's word; 0: unknown, and no share of it is reported.
+    config.telemetry = ConfigDict({"peak_flops": 0.0})
     return config
 
 

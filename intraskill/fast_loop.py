@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from intraskill import weights
-from intraskill.evaluation import num_invalid_actions, num_protocol_errors
 from intraskill.grpo.advantages import group_advantages
 from intraskill.grpo.learner import TrainState
 from intraskill.grpo.packing import Episode, pack, split_rows
-from intraskill.grpo.sampling_filter import Admission, admit, is_uniform
+from intraskill.grpo.sampling_filter import Admission, admit
 from intraskill.parts import TRAIN, Parts, packing_options, publish
 from intraskill.rollout import records
 from intraskill.rollout.collect import Assignment, collect_until
@@ -24,7 +22,8 @@ from intraskill.skills import curriculum as curricula
 from intraskill.skills import retrieval
 from intraskill.skills.bank import Bank
 from intraskill.skills.curriculum import Curriculum
-from intraskill.types import Chunk, Group, Mask, MaskKind, Published, Task, Trajectory
+from intraskill.step_metrics import rollout_metrics, update_figures
+from intraskill.types import Chunk, Group, Mask, MaskKind, Published, Task
 
 
 def chunks_of(bank: Bank, mask: Mask) -> tuple[Chunk, ...]:
@@ -86,46 +85,8 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
     groups = await collect_until(parts.rollout(TRAIN), assign, first_group, settings.oversample, lambda g: decide(g).missing, keep)
     admission = decide(groups)
     parts.progress.finish(f"step {step}: rollout")
-    figures = rollout_metrics(groups, bank) | admission.metrics()
-    return Played(groups, admission, {"kind": "rollout", "round": round_index, "step": step, **figures, "seconds": time.monotonic() - start})
-
-
-def rollout_metrics(groups: Sequence[Group], bank: Bank) -> dict[str, Any]:
-    """Figures over ALL generated, scored episodes; what the trainer admitted is counted apart."""
-    episodes = [t for g in groups for t in g.trajectories]
-    scored = [t for t in episodes if t.scored]
-    masks = [m for g in groups for m in g.masks]
-    assisted = [m for m in masks if m.kind != MaskKind.SKILL_FREE]
-    included = Counter(i for m in assisted for i in m.chunk_ids)
-
-    def mean(values: list[float]) -> float:
-        return float(np.mean(values)) if values else 0.0
-
-    return {
-        "reward": mean([t.reward for t in scored]),
-        "success": mean([float(t.success) for t in scored]),
-        "scored_rate": len(scored) / len(episodes),
-        "all_wrong_rate": mean([float(g.all_wrong) for g in groups]),
-        "zero_variance_share": mean([float(is_uniform(g)) for g in groups if g.scored]),
-        "generated_groups": len(groups),
-        "mean_turns": mean([len(t.turns) for t in scored]),
-        "tokens_per_turn": mean([sum(t.loss_mask) / len(t.turns) for t in scored if t.turns]),
-        "prefilled_per_new_token": prefilled_per_new_token(episodes),
-        "tokens_sampled": sum(sum(t.loss_mask) for t in episodes),
-        "protocol_errors": mean([num_protocol_errors(t) for t in scored]),
-        "invalid_actions": mean([num_invalid_actions(t) for t in scored]),
-        "skill_free_rate": mean([float(m.kind == MaskKind.SKILL_FREE) for m in masks]),
-        "inclusion": {i: included[i] / len(assisted) if assisted else 0.0 for i in bank.ids},
-        "mixed_groups": sum(g.mask.kind == MaskKind.MIXED for g in groups),  # their advantages compare contexts
-    }
-
-
-def prefilled_per_new_token(episodes: Sequence[Trajectory]) -> float:
-    """Prompt tokens that the engine computed, per token that it had not computed on before; 1 when every prefix stayed cached."""
-    computed = sum(t.prompt_length - t.completion.cached_tokens for e in episodes for t in e.turns)
-    known = sum(t.prompt_length + len(t.completion.ids) - 1 for e in episodes for t in e.turns[:-1])  # the last sampled one never entered
-    new = sum(t.prompt_length for e in episodes for t in e.turns) - known
-    return computed / new if new else 0.0
+    figures = rollout_metrics(groups, curriculum, step, time.monotonic() - start) | admission.metrics()
+    return Played(groups, admission, {"kind": "rollout", "round": round_index, "step": step, **figures})
 
 
 def update(parts: Parts, state: TrainState, admitted: Sequence[Group], round_index: int, step: int) -> TrainState:
@@ -145,8 +106,9 @@ def update(parts: Parts, state: TrainState, admitted: Sequence[Group], round_ind
     for microbatches, report in prepared:
         start = time.monotonic()
         state, metrics = parts.learner.update(state, microbatches)
-        record = {"kind": "update", "round": round_index, "step": step, **metrics, **report.metrics()}
-        parts.metrics.write({**record, "seconds": time.monotonic() - start})
+        seconds = time.monotonic() - start
+        figures = {**metrics, **report.metrics(), **update_figures(parts.config, parts.policy.config, microbatches, seconds), "seconds": seconds}
+        parts.metrics.write({"kind": "update", "round": round_index, "step": step, **figures})
         parts.progress.advance(f"step {step}: update")
     parts.progress.finish(f"step {step}: update")
     return state

@@ -119,6 +119,21 @@ def check_settings(config: Any) -> None:
     if chances.retrieve and (chances.mixed or chances.withdraw_over):
         given = f"mixed = {chances.mixed}, withdraw_over = {chances.withdraw_over}"
         raise InputError(f"curriculum.retrieve = {chances.retrieve} with {given}: what is retrieved is not drawn, so choose one")
+    _check_pipeline(config)
+
+
+def _check_pipeline(config: Any) -> None:
+    """Refuses an overlap that would train on another policy's tokens as if they were its own, and a peak that is none."""
+    overlap, correction, peak = config.rollout.overlap, config.grpo.sampler_correction, config.telemetry.peak_flops
+    if overlap not in (0, 1):
+        raise InputError(f"rollout.overlap = {overlap}: must be 0 (on-policy) or 1 (the next step is played while one trains)")
+    if overlap and correction == "none":
+        raise InputError(
+            "rollout.overlap = 1 with grpo.sampler_correction = 'none': overlapped tokens come from weights one step older than those that train, "
+            "so set grpo.sampler_correction to truncate or mask, or rollout.overlap to 0"
+        )
+    if not 0 <= peak < math.inf:
+        raise InputError(f"telemetry.peak_flops = {peak}: must be the FLOP/s of one device, or 0 where it is not known")
 
 
 def packing_options(config: Any) -> dict[str, Any]:
@@ -184,7 +199,9 @@ def make_learner(config: Any, shape: ModelConfig, sampling: Sampling, devices: S
         shape,
         sharding.make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)] if devices is None else devices),
         optimizer,
-        ClippedPolicyGradient(settings.clip_low, settings.clip_high),
+        ClippedPolicyGradient(
+            settings.clip_low, settings.clip_high, sampler_correction=settings.sampler_correction, sampler_cap=settings.sampler_cap
+        ),
         temperature=sampling.temperature,
         banned_ids=sampling.banned_ids,
     )
