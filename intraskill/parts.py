@@ -21,6 +21,7 @@ from intraskill.grpo.packing import pack
 from intraskill.grpo.policy import qwen35_learner
 from intraskill.models.qwen35 import hf, model, sharding
 from intraskill.models.qwen35.config import ModelConfig
+from intraskill.profiler import Profiler
 from intraskill.rollout.agent import Limits
 from intraskill.rollout.chat import Chat, load_tokenizer
 from intraskill.rollout.collect import Rollout
@@ -34,6 +35,7 @@ from intraskill.skills.bank import Bank
 from intraskill.skills.cards import Mechanisms, load_mechanisms
 from intraskill.telemetry import Metrics, Progress
 from intraskill.types import Engine, InputError, Published, Sampling, Shop, Task
+from intraskill.wandb_run import WandbRun
 
 # Noise streams: the same group index means different random numbers in each.
 TRAIN, RETRY, VALIDATE_BARE, VALIDATE_MASKED, TEST = range(5)
@@ -285,6 +287,7 @@ class Parts:
     run: RunDirectory
     metrics: Metrics
     progress: Progress
+    profiler: Profiler
     policy: Policy
     learner: Learner
     engine: JaxEngine | SGLangEngine
@@ -314,6 +317,7 @@ class Parts:
     async def close(self) -> None:
         """Lets go of the engine and closes the files."""
         await self.engine.close()
+        self.profiler.close()
         self.checkpoints.close()
         self.metrics.close()
 
@@ -345,15 +349,26 @@ async def load(config: Any, shop: Shop) -> Inputs:
     return Inputs(policy, make_learner(config, policy.config, policy.sampling), make_engine(config, policy), bank, mechanisms, tasks)
 
 
-def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, shop: Shop, shop_identity: str) -> Parts:
-    """Builds analyst and records around `inputs`."""
+def build(
+    config: Any,
+    inputs: Inputs,
+    run: RunDirectory,
+    progress: Progress,
+    shop: Shop,
+    shop_identity: str,
+    *,
+    wandb: bool = False,
+    profile: range = range(0),
+) -> Parts:
+    """Builds analyst and records around `inputs`; `wandb` and `profile`, steps to record, are how this process is watched and no part of the run."""
     policy = inputs.policy
     wordings = [text for options in inputs.mechanisms.values() for wording in options for text in wording.texts]
     return Parts(
         config=config,
         run=run,
-        metrics=Metrics(run.path),
+        metrics=Metrics(run.path, WandbRun(run.path, run.config) if wandb else None),
         progress=progress,
+        profiler=Profiler(run.path / "profile", profile),
         policy=policy,
         learner=inputs.learner,
         engine=inputs.engine,

@@ -39,21 +39,22 @@ async def fast_round(
     ahead: Played | None = None
     began = time.monotonic()
     for step in steps:
-        played = ahead or await play(step, position.next_group)
-        parts.metrics.write(played.record)
-        training = _in_thread(fast_loop.update, parts, state, played.admission.admitted, round_index, step)
-        if parts.config.rollout.overlap and step + 1 in steps:
-            both: list[Coroutine[Any, Any, Any]] = [training, play(step + 1, position.next_group + len(played.groups))]
-            state, ahead = await gather(both)
-        else:
-            state, ahead = await training, None
-        published, record = await fast_loop.sync(parts, state, step + 1)
-        ended = time.monotonic()
-        parts.metrics.write({"kind": "sync", "round": round_index, "step": step, **record, "step_seconds": ended - began})
-        began = ended
-        position = position.after(len(played.groups), parts.metrics.state())
-        if position.step % parts.config.checkpoint.every_steps == 0 or position.step % steps_per_round == 0:
-            parts.checkpoints.save(position.step, state, position.to_json())
+        with parts.profiler.step(step):
+            played = ahead or await play(step, position.next_group)
+            parts.metrics.write(played.record)
+            training = _in_thread(fast_loop.update, parts, state, played.admission.admitted, round_index, step)
+            if parts.config.rollout.overlap and step + 1 in steps:
+                both: list[Coroutine[Any, Any, Any]] = [training, play(step + 1, position.next_group + len(played.groups))]
+                state, ahead = await gather(both)
+            else:
+                state, ahead = await training, None
+            published, record = await fast_loop.sync(parts, state, step + 1)
+            ended = time.monotonic()
+            parts.metrics.write({"kind": "sync", "round": round_index, "step": step, **record, "step_seconds": ended - began})
+            began = ended
+            position = position.after(len(played.groups), parts.metrics.state())
+            if position.step % parts.config.checkpoint.every_steps == 0 or position.step % steps_per_round == 0:
+                parts.checkpoints.save(position.step, state, position.to_json())
     return state, position, published
 
 
