@@ -1,7 +1,7 @@
 """Weights & Biases as a view of metrics.jsonl, for runs that ask for it. The package is an extra: `pip install '.[wandb]'`.
 
 Where the numbers go (project, entity, online or offline) is W&B's own business and is said by its environment variables, such as WANDB_PROJECT
-and WANDB_MODE=offline. W&B cannot take a row back: what a resumed run plays again stands there twice under one `KIND/index`, and the later row counts.
+and WANDB_MODE=offline. W&B cannot take a row back: what a resumed run plays again stands there twice under one `KIND/index`; the later row counts.
 """
 
 import json
