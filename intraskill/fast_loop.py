@@ -22,7 +22,7 @@ from intraskill.skills import curriculum as curricula
 from intraskill.skills import retrieval
 from intraskill.skills.bank import Bank
 from intraskill.skills.curriculum import Curriculum
-from intraskill.step_metrics import rollout_metrics, update_figures
+from intraskill.step_metrics import rollout_metrics, rollout_speed, update_figures
 from intraskill.types import Chunk, Group, Mask, MaskKind, Published, Task
 
 
@@ -75,7 +75,10 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
     def assign(index: int) -> Assignment:
         return guide(curriculum, bank, index, task_of(parts.tasks["train"], parts.config.seed, index), settings.group_size)
 
+    fresh: list[Group] = []
+
     def keep(group: Group) -> None:
+        fresh.append(group)
         write_json(group_path(parts, round_index, group.index), records.to_json(group))
         parts.progress.advance(f"step {step}: rollout")
 
@@ -85,7 +88,7 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
     groups = await collect_until(parts.rollout(TRAIN), assign, first_group, settings.oversample, lambda g: decide(g).missing, keep)
     admission = decide(groups)
     parts.progress.finish(f"step {step}: rollout")
-    figures = rollout_metrics(groups, curriculum, step, time.monotonic() - start) | admission.metrics()
+    figures = rollout_metrics(groups, curriculum, step) | admission.metrics() | rollout_speed(fresh, time.monotonic() - start)
     return Played(groups, admission, {"kind": "rollout", "round": round_index, "step": step, **figures})
 
 

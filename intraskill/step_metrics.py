@@ -22,18 +22,16 @@ from intraskill.types import Batch, Group, MaskKind, Trajectory
 _MAX_LOG_RATIO = 20.0  # one runaway token leaves a readable mean
 
 
-def rollout_metrics(groups: Sequence[Group], curriculum: Curriculum, step: int, seconds: float) -> dict[str, Any]:
+def rollout_metrics(groups: Sequence[Group], curriculum: Curriculum, step: int) -> dict[str, Any]:
     """Figures over ALL generated, scored episodes; what the trainer admitted is counted apart.
 
     Args:
       groups: of the step.
       curriculum: that their masks were drawn from.
       step: index of the step, which is also the version of the weights that will train on the groups.
-      seconds: that the groups took.
     """
     episodes = [t for g in groups for t in g.trajectories]
     scored = [t for t in episodes if t.scored]
-    sampled = sum(sum(t.loss_mask) for t in episodes)
     return {
         "reward": _mean([t.reward for t in scored]),
         "success": _mean([float(t.success) for t in scored]),
@@ -44,15 +42,19 @@ def rollout_metrics(groups: Sequence[Group], curriculum: Curriculum, step: int, 
         "mean_turns": _mean([len(t.turns) for t in scored]),
         "tokens_per_turn": _mean([sum(t.loss_mask) / len(t.turns) for t in scored if t.turns]),
         "prefilled_per_new_token": prefilled_per_new_token(episodes),
-        "tokens_sampled": sampled,
-        "tokens_per_second": sampled / seconds,
-        "prefill_tokens_per_second": _prefilled(episodes) / seconds,
+        "tokens_sampled": _sampled(episodes),
         "weight_lag": _weight_lag(episodes, step),
         "protocol_errors": _mean([num_protocol_errors(t) for t in scored]),
         "invalid_actions": _mean([num_invalid_actions(t) for t in scored]),
-        "seconds": seconds,
         **_mask_rates(groups, curriculum),
     }
+
+
+def rollout_speed(played: Sequence[Group], seconds: float) -> dict[str, float]:
+    """How fast the groups that were really played, in `seconds`, were."""
+    episodes = [t for g in played for t in g.trajectories]
+    speeds = {"tokens_per_second": _sampled(episodes) / seconds, "prefill_tokens_per_second": _prefilled(episodes) / seconds}
+    return {**speeds, "seconds": seconds}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -79,6 +81,10 @@ def _weight_lag(episodes: Sequence[Trajectory], step: int) -> float:
     turns = [t for e in episodes for t in e.turns if t.completion.ids]
     total = sum(len(t.completion.ids) for t in turns)
     return sum((step - t.completion.weight_versions[0]) * len(t.completion.ids) for t in turns) / total if total else 0.0
+
+
+def _sampled(episodes: Sequence[Trajectory]) -> int:
+    return sum(sum(t.loss_mask) for t in episodes)
 
 
 def _prefilled(episodes: Sequence[Trajectory]) -> int:
