@@ -4,8 +4,8 @@
 
 Everything is the run's own code: the pipeline, the agent, the pocket shop over HTTP, packing, the pocket policy's learner, publishing. Only the
 engine is another: it takes a fixed time for each token, by waiting, and uses no CPU, as an engine on another machine would. It writes the same call
-every turn. A first round calibrates the time of a token so that rollout and update cost the same; then rounds of `--steps` steps alternate between both modes.
-A step's time is a round's divided by its steps, so what the pipeline costs to fill and to drain is in it. Target: <= 0.75.
+every turn. One round calibrates the time of a token so that rollout and update cost the same; then rounds of `--steps` steps alternate between both
+modes. A step's time is a round's divided by its steps, so what the pipeline costs to fill and to drain is in it. Target: <= 0.75.
 """
 
 import argparse
