@@ -21,6 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/intraskill/jax"))
 
+import rich.console  # noqa: E402
+
 from benchmarks.interleave import verdict  # noqa: E402
 from configs import pocket  # noqa: E402
 from intraskill import parts, pipeline, slow_loop  # noqa: E402
@@ -131,7 +133,10 @@ async def _run(config, served: shops.Served, repeats: int) -> dict[int, list[dic
         inputs = await parts.load(config, shop)
         call = ToolCall("search", {"query": "lamp"})
         engine = WaitingEngine(inputs.policy.chat.assistant("search", call))
-        with RunDirectory.create(Path(config.runs_directory) / config.name, config.to_dict()) as run, Progress() as progress:
+        with (
+            RunDirectory.create(Path(config.runs_directory) / config.name, config.to_dict()) as run,
+            Progress(console=rich.console.Console(quiet=True)) as progress,
+        ):
             built = parts.build(config, dataclasses.replace(inputs, engine=engine), run, progress, shop, served.identity)
             built.metrics.close()
             try:

@@ -5,6 +5,7 @@ and WANDB_MODE=offline. W&B cannot take a row back: what a resumed run plays aga
 """
 
 import json
+import logging
 import os
 import pathlib
 import secrets
@@ -16,6 +17,7 @@ from intraskill.run_directory import read_json, write_json
 from intraskill.types import InputError
 
 PROJECT = "intraskill"  # unless WANDB_PROJECT names another
+_log = logging.getLogger(__name__)
 
 
 def load() -> ModuleType:
@@ -30,7 +32,10 @@ def load() -> ModuleType:
 
 
 class WandbRun:
-    """One W&B run for a run directory; a resumed run continues it, by the id in `wandb.json`."""
+    """One W&B run for a run directory; a resumed run continues it, by the id in `wandb.json`.
+
+    A view that breaks after the start does not end the run: it is left out from there on, with a warning.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], config: Mapping[str, Any]):
         """Starts or continues the W&B run. Raises InputError when W&B refuses, e.g. for want of a login."""
@@ -39,7 +44,7 @@ class WandbRun:
         if not path.is_file():
             write_json(path, {"id": secrets.token_hex(4)})
         try:
-            self._run = wandb.init(
+            self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
                 name=directory.name,
                 id=read_json(path)["id"],
@@ -54,12 +59,23 @@ class WandbRun:
 
     def show(self, kind: str, index: int, numbers: Mapping[str, float]) -> None:
         """Logs a record as one row; charts of its kind have `KIND/index` as x axis, like TensorBoard's."""
-        if kind not in self._kinds:
-            self._kinds.add(kind)
-            self._run.define_metric(f"{kind}/index")
-            self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/index")
-        self._run.log({f"{kind}/index": index, **{f"{kind}/{name}": value for name, value in numbers.items()}})
+        if self._run is None:
+            return
+        try:
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                self._run.define_metric(f"{kind}/index")
+                self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/index")
+            self._run.log({f"{kind}/index": index, **{f"{kind}/{name}": value for name, value in numbers.items()}})
+        except Exception as e:  # W&B's process may die in many ways, and days of training do not hang on a view
+            _log.warning("W&B takes no more records (%s: %s); metrics.jsonl has them all, and a resumed run starts W&B again", type(e).__name__, e)
+            self._run = None
 
     def close(self) -> None:
         """Returns when everything is sent, or written where W&B is offline."""
-        self._run.finish()
+        if self._run is None:
+            return
+        try:
+            self._run.finish()
+        except Exception as e:  # as above
+            _log.warning("W&B may lack the last records (%s: %s); metrics.jsonl has them all", type(e).__name__, e)

@@ -113,7 +113,7 @@ class FakeWandb(types.ModuleType):
     def __init__(self):
         super().__init__("wandb")
         self.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
-        self.starts, self.axes, self.rows, self.finished, self.refuses = [], [], [], 0, ""
+        self.starts, self.axes, self.rows, self.finished, self.refuses, self.breaks = [], [], [], 0, "", False
 
     def Settings(self, **settings):
         return settings
@@ -128,6 +128,8 @@ class FakeWandb(types.ModuleType):
         self.axes.append((name, step_metric))
 
     def log(self, row):
+        if self.breaks:
+            raise BrokenPipeError("service gone")
         self.rows.append({"_step": len(self.rows), **row})
 
     def finish(self):
@@ -184,6 +186,16 @@ def test_a_resumed_run_continues_its_wandb_run_and_its_export_agrees_with_the_lo
     assert first["id"] == second["id"] == read_json(run / "wandb.json")["id"] and (first["project"], second["project"]) == ("intraskill", "mine")
     (tmp_path / "export.json").write_text(json.dumps(wandb.rows))
     assert len(wandb.rows) == 4 and compare(run, tmp_path / "export.json") == []
+
+
+def test_a_view_that_breaks_is_left_out_with_one_warning_and_the_run_goes_on(wandb, tmp_path, caplog):
+    with Metrics(tmp_path, wandb_run.WandbRun(tmp_path, {})) as metrics:
+        metrics.write(RECORDS[0])
+        wandb.breaks = True
+        metrics.write(*RECORDS[1:])
+    assert len(wandb.rows) == 1 and wandb.finished == 0 and len(lines(tmp_path)) == 3
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "intraskill.wandb_run"]
+    assert "takes no more records (BrokenPipeError: service gone)" in warning
 
 
 def test_wandb_that_is_not_there_or_does_not_start_is_said_to_be_so(wandb, tmp_path, monkeypatch):
