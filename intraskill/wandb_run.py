@@ -4,6 +4,7 @@ Where the numbers go (project, entity, online or offline) is W&B's own business 
 and WANDB_MODE=offline. W&B cannot take a row back: what a resumed run plays again stands there twice under one `KIND/index`; the later row counts.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 def load() -> ModuleType:
     """The package. Raises InputError where it is not installed; nothing is started yet."""
     try:
-        import wandb
+        wandb = importlib.import_module("wandb")  # by name: type checkers run where the extra is not installed
     except ImportError as e:
         raise InputError(f"W&B was asked for and cannot be imported ({e}): pip install '.[wandb]', or leave the flag out") from e
     if not hasattr(wandb, "init"):  # a directory of that name is a package to Python
