@@ -118,12 +118,27 @@ def published(monkeypatch):
     monkeypatch.setattr(fast_loop, "publish", lambda config, directory, version, *_: Published(version, str(directory), f"w{version}"))
 
 
+@pytest.fixture
+def new(tmp_path):
+    """Makes a run of the settings that it is given."""
+    made = []
+
+    def make(**changes) -> Run:
+        made.append(Run(tmp_path, **changes))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.parts.metrics.close()
+
+
 async def played(path: Path, **changes) -> Run:
     """Two rounds from the start."""
     run = Run(path, **changes)
     state, position = run.start(), Position(metrics=run.parts.metrics.state())
     for index in range(2):
         state, position, _ = await run.play(state, position, index)
+    run.parts.metrics.close()
     return run
 
 
@@ -184,8 +199,8 @@ def test_on_policy_nothing_runs_beside_anything(runs):
     assert runs[0].events == expected
 
 
-async def test_overlapped_the_next_step_is_played_to_its_end_while_one_trains(tmp_path):
-    run = Run(tmp_path, rollout__overlap=1)
+async def test_overlapped_the_next_step_is_played_to_its_end_while_one_trains(new):
+    run = new(rollout__overlap=1)
     ended = {step: threading.Event() for step in range(STEPS)}
     run.parts.progress.finish = lambda name: ended[int(name.split()[1][:-1])].set() if name.endswith("rollout") else None
     update, waited = run.parts.learner.update, []
@@ -208,8 +223,8 @@ def everything_is_closed(run: Run) -> bool:
     return sorted(run.parts.shop.closed) == sorted(run.parts.shop.opened)
 
 
-async def test_a_failing_update_ends_the_rollout_beside_it_and_is_raised_as_itself(tmp_path):
-    run, never, playing = Run(tmp_path, rollout__overlap=1), asyncio.Event(), threading.Event()
+async def test_a_failing_update_ends_the_rollout_beside_it_and_is_raised_as_itself(new):
+    run, never, playing = new(rollout__overlap=1), asyncio.Event(), threading.Event()
 
     def before(group):
         if group >= GROUPS:
@@ -226,8 +241,8 @@ async def test_a_failing_update_ends_the_rollout_beside_it_and_is_raised_as_itse
     assert everything_is_closed(run) and run.saved == [] and run.lines()[-1]["kind"] == "rollout"
 
 
-async def test_a_failing_rollout_waits_for_the_update_beside_it(tmp_path):
-    run, failing, ended = Run(tmp_path, rollout__overlap=1, rollout__max_technical_in_a_row=2), threading.Event(), []
+async def test_a_failing_rollout_waits_for_the_update_beside_it(new):
+    run, failing, ended = new(rollout__overlap=1, rollout__max_technical_in_a_row=2), threading.Event(), []
 
     def before(group):
         if group >= GROUPS:
@@ -248,8 +263,8 @@ async def test_a_failing_rollout_waits_for_the_update_beside_it(tmp_path):
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-async def test_a_cancelled_run_ends_after_the_update_that_is_under_way(tmp_path, overlap):
-    run, begun, release, ended = Run(tmp_path, rollout__overlap=overlap), threading.Event(), threading.Event(), []
+async def test_a_cancelled_run_ends_after_the_update_that_is_under_way(new, overlap):
+    run, begun, release, ended = new(rollout__overlap=overlap), threading.Event(), threading.Event(), []
     update = run.parts.learner.update
 
     def slow(state, microbatches):
@@ -271,8 +286,8 @@ async def test_a_cancelled_run_ends_after_the_update_that_is_under_way(tmp_path,
     assert len(ended) == 2 and everything_is_closed(run)
 
 
-async def test_an_overlapped_run_that_was_interrupted_keeps_its_tasks_and_masks(tmp_path, runs):
-    run, calls = Run(tmp_path, rollout__overlap=1), []
+async def test_an_overlapped_run_that_was_interrupted_keeps_its_tasks_and_masks(new, runs):
+    run, calls = new(rollout__overlap=1), []
     update = run.parts.learner.update
 
     def interrupted(state, microbatches):
@@ -351,8 +366,8 @@ def test_every_written_name_is_documented_and_the_reverse(runs, overlap):
     assert "update/mfu" in names and documented["update/mfu"] == "with `telemetry.peak_flops`"
 
 
-async def test_without_a_peak_there_is_no_share_of_it(tmp_path, runs):
-    run = Run(tmp_path, telemetry__peak_flops=0.0)
+async def test_without_a_peak_there_is_no_share_of_it(new, runs):
+    run = new(telemetry__peak_flops=0.0)
     await run.play(run.start(), Position())
     assert written_names(runs[0].lines()) - written_names(run.lines()) == {"update/mfu"}
 
