@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 EXTRA_STAMP := $(VENV)/.installed-extra
-EXTRA_MARKERS := torch or bench or chromium
+EXTRA_MARKERS := torch or bench or chromium or wandb
 
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
@@ -19,10 +19,10 @@ $(STAMP): setup.py
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-# The reference implementation that tests marked `torch` compare with, and what those marked `bench` and `chromium` need.
+# The reference implementation that tests marked `torch` compare with, and what those marked `bench`, `chromium` and `wandb` need.
 $(EXTRA_STAMP): $(STAMP)
 	$(RUN) -m pip install --quiet --disable-pip-version-check 'torch==2.13.0'
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench,browser]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench,browser,wandb]'
 	touch $@
 
 # Debian's browser and its driver; as root, or with sudo.

@@ -91,7 +91,7 @@ def _rounds(run: pathlib.Path, section: Section) -> None:
 def _learning(run: pathlib.Path, section: Section) -> None:
     rollouts = frames.metrics(run, "rollout")
     section.figure(figures.learning_curve(rollouts), "learning", "Points: one rollout step. Lines: mean of five neighbouring steps.")
-    hidden = ["kind", "time", "index", "inclusion"]
+    hidden = ["kind", "time", "index", "inclusion", "rho"]
     section.table(rollouts.drop(columns=hidden, errors="ignore"), "every rollout step", folded=True)
     section.table(frames.metrics(run, "update").drop(columns=hidden, errors="ignore"), "every optimizer update", folded=True)
 

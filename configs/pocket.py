@@ -57,6 +57,8 @@ def _full() -> ConfigDict:
             "decode_block": 4,
             "attempts": 2,
             "max_technical_in_a_row": 20,
+            # 1: the next step is played while one trains, by weights that are one version older; needs grpo.sampler_correction (docs/training.md).
+            "overlap": 0,
         }
     )
     # embedded: in this process. sglang: servers behind SGLang's HTTP contract; dtype is what they hold, layout how weights reach them.
@@ -108,6 +110,8 @@ def _full() -> ConfigDict:
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "tensor": 1})
     # The newest `keep` stay, and for good those of steps divisible by keep_every (0: none).
     config.checkpoint = ConfigDict({"every_steps": 1, "keep": 2, "keep_every": 0})
+    # Floating-point operations a second that one device can do at model.dtype, by its maker's word; 0: unknown, and no share of it is reported.
+    config.telemetry = ConfigDict({"peak_flops": 0.0})
     return config
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ import jax
 import numpy as np
 
 from intraskill import weights
-from intraskill.evaluation import num_invalid_actions, num_protocol_errors
 from intraskill.grpo import batch_file
 from intraskill.grpo.advantages import group_advantages
 from intraskill.grpo.learner import NonFiniteUpdate, TrainState
 from intraskill.grpo.packing import Episode, PackingReport, pack_microbatches
-from intraskill.grpo.sampling_filter import Admission, admit, is_uniform
+from intraskill.grpo.sampling_filter import Admission, admit
 from intraskill.parts import TRAIN, Parts, packing_options, publish
 from intraskill.rollout import records
 from intraskill.rollout.collect import Assignment, collect_until
@@ -27,7 +25,8 @@ from intraskill.skills import curriculum as curricula
 from intraskill.skills import retrieval
 from intraskill.skills.bank import Bank
 from intraskill.skills.curriculum import Curriculum
-from intraskill.types import Batch, Chunk, Group, InputError, Mask, MaskKind, Published, Task, Trajectory
+from intraskill.step_metrics import rollout_metrics, rollout_speed, update_figures
+from intraskill.types import Batch, Chunk, Group, InputError, Mask, MaskKind, Published, Task
 
 
 def chunks_of(bank: Bank, mask: Mask) -> tuple[Chunk, ...]:
@@ -88,7 +87,16 @@ def recorded(parts: Parts, path: Path, assignment: Assignment, digest: str) -> G
     return group if same and all(t.scored and set(t.weights) <= {digest} for t in group.trajectories) else None
 
 
-async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index: int, step: int, first_group: int) -> tuple[list[Group], Admission]:
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """A step's groups, what the trainer admits of them, and the step's line in metrics.jsonl, to be written when the step's turn has come."""
+
+    groups: Sequence[Group]
+    admission: Admission
+    record: Mapping[str, Any]
+
+
+async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index: int, step: int, first_group: int) -> Played:
     """Plays the groups of one step, and as many more as it takes to fill it; every finished group is on disk before it is admitted.
 
     Groups that an interrupted run finished are read, not played again, where the engine serves the weights that sampled them.
@@ -102,7 +110,10 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
     def assign(index: int) -> Assignment:
         return guide(curriculum, bank, index, task_of(parts.tasks["train"], parts.config.seed, index), settings.group_size)
 
+    fresh: list[Group] = []
+
     def keep(group: Group) -> None:
+        fresh.append(group)
         write_json(group_path(parts, round_index, group.index), records.to_json(group))
         parts.progress.advance(f"step {step}: rollout")
 
@@ -121,47 +132,8 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
     parts.progress.finish(f"step {step}: rollout")
     if reused:
         parts.progress.say(f"step {step}: {len(reused)} of {len(groups)} groups were finished before the interruption and were not played again")
-    figures = rollout_metrics(groups, bank) | admission.metrics()
-    parts.metrics.write({"kind": "rollout", "round": round_index, "step": step, **figures, "seconds": time.monotonic() - start})
-    return groups, admission
-
-
-def rollout_metrics(groups: Sequence[Group], bank: Bank) -> dict[str, Any]:
-    """Figures over ALL generated, scored episodes; what the trainer admitted is counted apart."""
-    episodes = [t for g in groups for t in g.trajectories]
-    scored = [t for t in episodes if t.scored]
-    masks = [m for g in groups for m in g.masks]
-    assisted = [m for m in masks if m.kind != MaskKind.SKILL_FREE]
-    included = Counter(i for m in assisted for i in m.chunk_ids)
-
-    def mean(values: list[float]) -> float:
-        return float(np.mean(values)) if values else 0.0
-
-    return {
-        "reward": mean([t.reward for t in scored]),
-        "success": mean([float(t.success) for t in scored]),
-        "scored_rate": len(scored) / len(episodes),
-        "all_wrong_rate": mean([float(g.all_wrong) for g in groups]),
-        "zero_variance_share": mean([float(is_uniform(g)) for g in groups if g.scored]),
-        "generated_groups": len(groups),
-        "mean_turns": mean([len(t.turns) for t in scored]),
-        "tokens_per_turn": mean([sum(t.loss_mask) / len(t.turns) for t in scored if t.turns]),
-        "prefilled_per_new_token": prefilled_per_new_token(episodes),
-        "tokens_sampled": sum(sum(t.loss_mask) for t in episodes),
-        "protocol_errors": mean([num_protocol_errors(t) for t in scored]),
-        "invalid_actions": mean([num_invalid_actions(t) for t in scored]),
-        "skill_free_rate": mean([float(m.kind == MaskKind.SKILL_FREE) for m in masks]),
-        "inclusion": {i: included[i] / len(assisted) if assisted else 0.0 for i in bank.ids},
-        "mixed_groups": sum(g.mask.kind == MaskKind.MIXED for g in groups),  # their advantages compare contexts
-    }
-
-
-def prefilled_per_new_token(episodes: Sequence[Trajectory]) -> float:
-    """Prompt tokens that the engine computed, per token that it had not computed on before; 1 when every prefix stayed cached."""
-    computed = sum(t.prompt_length - t.completion.cached_tokens for e in episodes for t in e.turns)
-    known = sum(t.prompt_length + len(t.completion.ids) - 1 for e in episodes for t in e.turns[:-1])  # the last sampled one never entered
-    new = sum(t.prompt_length for e in episodes for t in e.turns) - known
-    return computed / new if new else 0.0
+    figures = rollout_metrics(groups, curriculum, step) | admission.metrics() | rollout_speed(fresh, time.monotonic() - start)
+    return Played(groups, admission, {"kind": "rollout", "round": round_index, "step": step, **figures})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +174,10 @@ def update(parts: Parts, state: TrainState, admitted: Sequence[Group], round_ind
         start = time.monotonic()
         with _stopping_at(parts, step, batch):
             state, metrics = learner.update(state, batch.microbatches)
-        record = {"kind": "update", "round": round_index, "step": step, **metrics, **batch.report.metrics()}
-        parts.metrics.write({**record, "seconds": time.monotonic() - start})
+        seconds = time.monotonic() - start
+        speeds = update_figures(parts.config, parts.policy.config, batch.microbatches, seconds)
+        figures = {**metrics, **batch.report.metrics(), **speeds, "seconds": seconds}
+        parts.metrics.write({"kind": "update", "round": round_index, "step": step, **figures})
         progress.advance(f"step {step}: update")
     progress.finish(f"step {step}: update")
     return state

@@ -7,13 +7,12 @@ goes on from its newest checkpoint: what is on disk and still holds (groups, ret
 import time
 from typing import Any
 
-from intraskill import evaluation, fast_loop, slow_loop, summary, weights
+from intraskill import evaluation, fast_loop, pipeline, slow_loop, summary, weights
 from intraskill.evaluation import Result
 from intraskill.fast_loop import Position
 from intraskill.grpo.learner import TrainState
 from intraskill.parts import TEST, Parts
 from intraskill.skills.bank import Bank
-from intraskill.skills.curriculum import Curriculum
 from intraskill.types import Mask, Published
 
 
@@ -29,7 +28,7 @@ async def run(parts: Parts) -> dict[str, Any]:
         if summary.round_done(parts, index) and position.step >= (index + 1) * parts.config.schedule.steps_per_round:
             continue
         began = time.time()
-        state, position, published = await fast_round(parts, state, position.enter(index), bank, curriculum, index)
+        state, position, published = await pipeline.fast_round(parts, state, position.enter(index), bank, curriculum, index)
         parts.checkpoints.wait()  # what is measured from here on belongs to a checkpoint that is on disk
         groups = slow_loop.groups_of_round(parts, index, position)
         cases = await slow_loop.retry(parts, published, groups, bank, index)
@@ -62,23 +61,6 @@ async def conditions(parts: Parts, published: Published, bank: Bank, bare: str, 
         full: slow_loop.guided_cases(parts, bank, tasks, samples),
     }
     return {name: await slow_loop.play(parts, name, TEST, cases, published, bank) for name, cases in planned.items()}
-
-
-async def fast_round(
-    parts: Parts, state: TrainState, position: Position, bank: Bank, curriculum: Curriculum, round_index: int
-) -> tuple[TrainState, Position, Published]:
-    """The round's steps that are not done yet, and the weights that the engine serves after them."""
-    steps_per_round = parts.config.schedule.steps_per_round
-    published, _ = await fast_loop.sync(parts, state, position.step)
-    for step in range(position.step, (round_index + 1) * steps_per_round):
-        groups, admission = await fast_loop.rollout(parts, bank, curriculum, round_index, step, position.next_group)
-        state = fast_loop.update(parts, state, admission.admitted, round_index, step)
-        published, record = await fast_loop.sync(parts, state, step + 1)
-        parts.metrics.write({"kind": "sync", "round": round_index, "step": step, **record})
-        position = position.after(len(groups), parts.metrics.state())
-        if position.step % parts.config.checkpoint.every_steps == 0 or position.step % steps_per_round == 0:
-            parts.checkpoints.save(position.step, state, position.to_json())
-    return state, position, published
 
 
 def restore(parts: Parts) -> tuple[TrainState, Position]:

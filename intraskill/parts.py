@@ -21,6 +21,7 @@ from intraskill.grpo.packing import Rows, pack_microbatches
 from intraskill.grpo.policy import qwen35_learner
 from intraskill.models.qwen35 import hf, model, sharding
 from intraskill.models.qwen35.config import ModelConfig
+from intraskill.profiler import Profiler
 from intraskill.rollout.agent import Limits
 from intraskill.rollout.chat import Chat, load_tokenizer
 from intraskill.rollout.collect import Rollout
@@ -34,6 +35,7 @@ from intraskill.skills.bank import Bank
 from intraskill.skills.cards import Mechanisms, load_mechanisms
 from intraskill.telemetry import Metrics, Progress
 from intraskill.types import Engine, InputError, Published, Sampling, Shop, Task
+from intraskill.wandb_run import WandbRun
 
 # Noise streams: the same group index means different random numbers in each.
 TRAIN, RETRY, VALIDATE_BARE, VALIDATE_MASKED, TEST = range(5)
@@ -123,6 +125,21 @@ def check_settings(config: Any) -> None:
     if chances.retrieve and (chances.mixed or chances.withdraw_over):
         given = f"mixed = {chances.mixed}, withdraw_over = {chances.withdraw_over}"
         raise InputError(f"curriculum.retrieve = {chances.retrieve} with {given}: what is retrieved is not drawn, so choose one")
+    _check_pipeline(config)
+
+
+def _check_pipeline(config: Any) -> None:
+    """Refuses an overlap that would train on another policy's tokens as if they were its own, and a peak that is none."""
+    overlap, correction, peak = config.rollout.overlap, config.grpo.sampler_correction, config.telemetry.peak_flops
+    if overlap not in (0, 1):
+        raise InputError(f"rollout.overlap = {overlap}: must be 0 (on-policy) or 1 (the next step is played while one trains)")
+    if overlap and correction == "none":
+        raise InputError(
+            "rollout.overlap = 1 with grpo.sampler_correction = 'none': overlapped tokens come from weights one step older than those that train, "
+            "so set grpo.sampler_correction to truncate or mask, or rollout.overlap to 0"
+        )
+    if not 0 <= peak < math.inf:
+        raise InputError(f"telemetry.peak_flops = {peak}: must be the FLOP/s of one device, or 0 where it is not known")
 
 
 def packing_options(config: Any) -> dict[str, Any]:
@@ -278,6 +295,7 @@ class Parts:
     run: RunDirectory
     metrics: Metrics
     progress: Progress
+    profiler: Profiler
     policy: Policy
     learner: Learner
     reference: Any  # frozen parameters for the objective's KL term; None without one
@@ -308,6 +326,7 @@ class Parts:
     async def close(self) -> None:
         """Lets go of the engine and closes the files."""
         await self.engine.close()
+        self.profiler.close()
         self.checkpoints.close()
         self.metrics.close()
 
@@ -339,15 +358,26 @@ async def load(config: Any, shop: Shop) -> Inputs:
     return Inputs(policy, make_learner(config, policy.config, policy.sampling), make_engine(config, policy), bank, mechanisms, tasks)
 
 
-def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, shop: Shop, shop_identity: str) -> Parts:
-    """Builds analyst and records around `inputs`."""
+def build(
+    config: Any,
+    inputs: Inputs,
+    run: RunDirectory,
+    progress: Progress,
+    shop: Shop,
+    shop_identity: str,
+    *,
+    wandb: bool = False,
+    profile: range = range(0),
+) -> Parts:
+    """Builds analyst and records around `inputs`; `wandb` and `profile`, steps to record, are how this process is watched and no part of the run."""
     policy = inputs.policy
     wordings = [text for options in inputs.mechanisms.values() for wording in options for text in wording.texts]
     return Parts(
         config=config,
         run=run,
-        metrics=Metrics(run.path),
+        metrics=Metrics(run.path, WandbRun(run.path, run.config) if wandb else None),
         progress=progress,
+        profiler=Profiler(run.path / "profile", profile),
         policy=policy,
         learner=inputs.learner,
         reference=inputs.learner.reference(policy.params) if config.grpo.kl_coefficient > 0 else None,

@@ -1,6 +1,6 @@
-"""What a run says while it works: metrics.jsonl and TensorBoard for machines, bars or plain lines and a closing table for people.
+"""What a run says while it works: metrics.jsonl, TensorBoard and W&B for machines, bars or plain lines and a closing table for people.
 
-metrics.jsonl is the record and TensorBoard a view of it. A checkpoint keeps `Metrics.state()`; restoring it drops what was written after that
+metrics.jsonl is the record, TensorBoard and W&B are views of it. A checkpoint keeps `Metrics.state()`; restoring it drops what was written after that
 checkpoint, since the resumed run will write those lines again.
 """
 
@@ -8,6 +8,7 @@ import collections
 import json
 import os
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,16 +21,18 @@ import tensorboardX
 
 from intraskill.run_directory import plain
 from intraskill.types import InputError
+from intraskill.wandb_run import WandbRun
 
 
 class Metrics:
-    """Appends records to `DIR/metrics.jsonl` and shows their numbers in TensorBoard under `DIR/tensorboard/KIND`.
+    """Appends records to `DIR/metrics.jsonl` and shows their numbers in TensorBoard under `DIR/tensorboard/KIND`, and in W&B where it is given.
 
-    TensorBoard's x axis is the record's position among those of its kind (the n-th rollout, the n-th update): several updates share one rollout step.
+    Their x axis is the record's position among those of its kind (the n-th rollout, the n-th update): several updates share one rollout step. Any
+    thread may write.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]):
-        """Opens the file, dropping a last line that a kill cut short."""
+    def __init__(self, directory: str | os.PathLike[str], wandb: WandbRun | None = None):
+        """Opens the file, dropping a last line that a kill cut short. `wandb` is closed with it."""
         self._directory = pathlib.Path(directory)
         self._path = self._directory / "metrics.jsonl"
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -37,6 +40,8 @@ class Metrics:
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._num_lines = 0
+        self._wandb = wandb
+        self._lock = threading.Lock()
         self._cut(None)
 
     def write(self, *records: Mapping[str, Any]) -> None:
@@ -47,12 +52,13 @@ class Metrics:
             if missing:
                 raise ValueError(f"a metrics record needs kind, round and step; {missing} missing in {dict(record)}")
             lines.append(plain({"time": round(time.time(), 3), **record}))
-        self._file.write("".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines).encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._num_lines += len(lines)
-        for line in lines:
-            self._show(line)
+        with self._lock:
+            self._file.write("".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._num_lines += len(lines)
+            for line in lines:
+                self._show(line)
 
     def state(self) -> dict[str, int]:
         """What a checkpoint keeps."""
@@ -66,6 +72,8 @@ class Metrics:
         self._file.close()
         for board in self._boards.values():
             board.close()
+        if self._wandb:
+            self._wandb.close()
 
     def __enter__(self) -> "Metrics":
         return self
@@ -111,16 +119,20 @@ class Metrics:
         kind, x = record["kind"], self._counts[record["kind"]]
         if kind not in self._boards:  # purge_step hides what an interrupted process showed from here on
             self._boards[kind] = tensorboardX.SummaryWriter(str(self._directory / "tensorboard" / kind), purge_step=x or None)
-        for name, value in _numbers(record):
+        shown = dict(numbers(record))
+        for name, value in shown.items():
             self._boards[kind].add_scalar(f"{kind}/{name}", value, x, walltime=record["time"])
         self._boards[kind].flush()
+        if self._wandb:
+            self._wandb.show(kind, x, shown)
         self._counts[kind] += 1
 
 
-def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, float]]:
+def numbers(record: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, float]]:
+    """The numbers of a metrics record under the names that TensorBoard and W&B show, nested ones joined by "/"."""
     for name, value in record.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
+            yield from numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not (not prefix and name in ("time", "step")):
             yield f"{prefix}{name}", float(value)
 
@@ -198,7 +210,7 @@ class _Work:
 
     def line(self, name: str, seconds: float, *, finished: bool = False) -> str:
         parts = [f"{name}: {self.done}/{self.total}", f"{duration(seconds)} elapsed"]
-        if not finished and self.done:
+        if not finished and 0 < self.done < self.total:  # a step that needs a further wave has more units than were announced
             parts.append(f"about {duration(seconds / self.done * (self.total - self.done))} left")
         if self.figures:
             parts.append(self.figures_text())

@@ -1,9 +1,9 @@
 """Trains a policy and its skill bank together.
 
-    python launch/train.py --config=configs/pocket.py:demo [--config.KEY=VALUE ...] [--resume] [--dry_run]
+    python launch/train.py --config=configs/pocket.py:demo [--config.KEY=VALUE ...] [--resume] [--dry_run] [--wandb] [--profile=A:B]
 
 Prints a plan, runs the loop of docs/loop.md, and ends with a table and the path of the report. A run that was stopped, by Ctrl-C or a
-kill, goes on from its last complete step with --resume.
+kill, goes on from its last complete step with --resume. What is watched, and how, is in docs/training.md.
 """
 
 import os
@@ -19,7 +19,7 @@ from pathlib import Path  # noqa: E402
 from absl import flags  # noqa: E402
 
 from analysis.report import write_report  # noqa: E402
-from intraskill import loop, parts, plan  # noqa: E402
+from intraskill import loop, parts, plan, profiler, wandb_run  # noqa: E402
 from intraskill.run_directory import RunDirectory, require_disk  # noqa: E402
 from intraskill.telemetry import Progress, print_summary  # noqa: E402
 from launch import shop as shops  # noqa: E402
@@ -28,16 +28,18 @@ from shop_env.client import ShopClient  # noqa: E402
 _CONFIG = entry.define_config("configs/pocket.py:demo")
 _RESUME = flags.DEFINE_bool("resume", False, "go on with the run directory that the config names")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the plan and stop")
+_WANDB = flags.DEFINE_bool("wandb", False, "show the metrics in W&B too; its own environment variables say where")
+_PROFILE = flags.DEFINE_string("profile", "", "steps to record with jax.profiler, FIRST:LAST, both included, into profile/ of the run directory")
 
 
-async def _train(config, directory: Path, served: shops.Served) -> tuple[dict, Path]:
+async def _train(config, directory: Path, served: shops.Served, profile: range) -> tuple[dict, Path]:
     """Reads and checks every input before the run directory exists, then runs the loop in it."""
     async with ShopClient(served.url, served.key) as client:
         shop = shops.ClientShop(client)
         inputs = await parts.load(config, shop)
         settings = config.to_dict()
         with RunDirectory.resume(directory, settings) if _RESUME.value else RunDirectory.create(directory, settings) as run, Progress() as progress:
-            built = parts.build(config, inputs, run, progress, shop, served.identity)
+            built = parts.build(config, inputs, run, progress, shop, served.identity, wandb=_WANDB.value, profile=profile)
             try:
                 summary = await loop.run(built)
             finally:
@@ -55,13 +57,16 @@ def main(_) -> None:
 
     with entry.one_line_errors(hint):
         parts.check_settings(config)
+        profile = profiler.window(_PROFILE.value, config.schedule.rounds * config.schedule.steps_per_round)
+        if _WANDB.value:
+            wandb_run.load()
         planned = plan.of(config)
         plan.show(planned, directory)
         if _DRY_RUN.value:
             return
         require_disk(directory.parent, planned.disk_bytes)
         with shops.serve(config) as served:
-            summary, report = asyncio.run(_train(config, directory, served))
+            summary, report = asyncio.run(_train(config, directory, served, profile))
         print_summary(summary)
         print(f"report: {report}")
 

@@ -1,10 +1,17 @@
 import io
 import json
+import struct
+import sys
+import threading
+import types
 
 import pytest
 import rich.console
 from tensorboardX.proto import event_pb2
 
+from analysis.wandb_export import compare
+from intraskill import wandb_run
+from intraskill.run_directory import read_json
 from intraskill.telemetry import Metrics, Progress, duration, print_summary
 from intraskill.types import InputError
 
@@ -91,6 +98,173 @@ def test_tensorboard_counts_records_of_a_kind(tmp_path):
     assert ("update/loss", 2, 0.25) in scalars(tmp_path / "tensorboard" / "update")
 
 
+def test_threads_write_whole_lines(tmp_path):
+    with Metrics(tmp_path) as metrics:
+
+        def write(thread):
+            for i in range(25):
+                metrics.write(record("rollout" if thread % 2 else "update", step=i, thread=thread))
+
+        threads = [threading.Thread(target=write, args=(t,)) for t in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert metrics.state() == {"num_lines": 100}
+    found = [(line["thread"], line["step"]) for line in lines(tmp_path)]
+    assert sorted(found) == [(t, i) for t in range(4) for i in range(25)]
+    shown = scalars(tmp_path / "tensorboard" / "update")
+    assert [x for tag, x, _ in shown if tag == "update/thread"] == list(range(50))
+
+
+# ------------------------------------------------------------------------------------------------------------------- W&B
+
+
+class FakeWandb(types.ModuleType):
+    """W&B's documented interface, as far as it is used: `init` returns a run with `define_metric`, `log` and `finish`."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
+        self.starts, self.axes, self.rows, self.finished, self.refuses, self.breaks = [], [], [], 0, "", False
+
+    def Settings(self, **settings):
+        return settings
+
+    def init(self, **arguments):
+        if self.refuses:
+            raise self.errors.Error(self.refuses)
+        self.starts.append(arguments)
+        return self
+
+    def define_metric(self, name, step_metric=None):
+        self.axes.append((name, step_metric))
+
+    def log(self, row):
+        if self.breaks:
+            raise BrokenPipeError("service gone")
+        self.rows.append({"_step": len(self.rows), **row})
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return fake
+
+
+RECORDS = (
+    record("update", 3, loss=1.5, note="text", grad_norm=float("nan")),
+    record("update", 3, loss=0.1),
+    record("rollout", 4, inclusion={"a@1": 1 / 3}),
+)
+
+
+def test_wandb_gets_a_row_for_each_record(wandb, tmp_path):
+    with Metrics(tmp_path / "run", wandb_run.WandbRun(tmp_path / "run", {"seed": 0})) as metrics:
+        metrics.write(*RECORDS)
+        assert wandb.finished == 0
+    assert wandb.finished == 1
+    (start,) = wandb.starts
+    assert (start["project"], start["name"], start["resume"], start["config"], start["dir"]) == (
+        "intraskill",
+        "run",
+        "allow",
+        {"seed": 0},
+        tmp_path / "run",
+    )
+    assert wandb.axes == [("update/index", None), ("update/*", "update/index"), ("rollout/index", None), ("rollout/*", "rollout/index")]
+    assert wandb.rows == [
+        {"_step": 0, "update/index": 0, "update/round": 0.0, "update/loss": 1.5},
+        {"_step": 1, "update/index": 1, "update/round": 0.0, "update/loss": 0.1},
+        {"_step": 2, "rollout/index": 0, "rollout/round": 0.0, "rollout/inclusion/a@1": 1 / 3},
+    ]
+
+
+def test_a_resumed_run_continues_its_wandb_run_and_its_export_agrees_with_the_log(wandb, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with Metrics(run, wandb_run.WandbRun(run, {})) as metrics:
+        metrics.write(RECORDS[0])
+        state = metrics.state()
+        metrics.write(record("update", 3, loss=9.0))  # of a step that was not finished
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    with Metrics(run, wandb_run.WandbRun(run, {})) as metrics:
+        metrics.restore(state)
+        metrics.write(*RECORDS[1:])
+    first, second = wandb.starts
+    assert first["id"] == second["id"] == read_json(run / "wandb.json")["id"] and (first["project"], second["project"]) == ("intraskill", "mine")
+    (tmp_path / "export.json").write_text(json.dumps(wandb.rows))
+    assert len(wandb.rows) == 4 and compare(run, tmp_path / "export.json") == []
+
+
+def test_a_view_that_breaks_is_left_out_with_one_warning_and_the_run_goes_on(wandb, tmp_path, caplog):
+    with Metrics(tmp_path, wandb_run.WandbRun(tmp_path, {})) as metrics:
+        metrics.write(RECORDS[0])
+        wandb.breaks = True
+        metrics.write(*RECORDS[1:])
+    assert len(wandb.rows) == 1 and wandb.finished == 0 and len(lines(tmp_path)) == 3
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "intraskill.wandb_run"]
+    assert "takes no more records (BrokenPipeError: service gone)" in warning
+
+
+def test_wandb_that_is_not_there_or_does_not_start_is_said_to_be_so(wandb, tmp_path, monkeypatch):
+    wandb.refuses = "api_key not configured"
+    with pytest.raises(InputError, match="W&B does not start: api_key not configured; log in"):
+        wandb_run.WandbRun(tmp_path, {})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match=r"cannot be imported.*pip install '\.\[wandb\]'"):
+        wandb_run.load()
+    (tmp_path / "wandb").mkdir()  # what W&B itself leaves in a directory
+    monkeypatch.delitem(sys.modules, "wandb")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(InputError, match="is a directory, not the package"):
+        wandb_run.load()
+
+
+def wandb_records(data, record_type):
+    """The protobufs of a file of W&B's: a header of 7 bytes, then blocks of 32 KiB with pieces of records, each after checksum, length and kind."""
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield record_type.FromString(whole)
+            whole = b""
+
+
+@pytest.mark.wandb
+def test_wandb_itself_writes_every_number_offline(tmp_path, monkeypatch):
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = tmp_path / "run"
+    for record_of_start in RECORDS[:1], RECORDS[1:]:  # started, then resumed
+        with Metrics(run, wandb_run.WandbRun(run, {"seed": 0})) as metrics:
+            metrics.write(*record_of_start)
+    files = sorted((run / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    identity = read_json(run / "wandb.json")["id"]
+    assert {path.name for path in files} == {f"run-{identity}.wandb"}
+    rows = []
+    for path in files:
+        for found in wandb_records(path.read_bytes(), wandb_internal_pb2.Record):
+            if found.WhichOneof("record_type") == "history":
+                rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in found.history.item})
+    (tmp_path / "export.json").write_text(json.dumps(rows))
+    assert len(rows) == 3 and compare(run, tmp_path / "export.json") == []
+
+
+# -------------------------------------------------------------------------------------------------------------- progress
+
+
 def log(out):
     return rich.console.Console(file=out, width=150)
 
@@ -107,6 +281,46 @@ def test_progress_in_a_log_file_is_a_line_now_and_then():
     # Units 4, 8, 12, ... are the first at or after 10 s of silence, each 3 s long.
     expected = [f"rollouts: {n}/40, {duration(3 * n)} elapsed, about {duration(3 * (40 - n))} left, reward 0.50" for n in (4, 8, 12, 16, 20)]
     assert out.getvalue().splitlines() == [*expected, "saved", "rollouts: 20/40, 1:00 elapsed, reward 0.50"]
+
+
+def test_progress_beyond_what_was_announced_promises_nothing():
+    """A step whose groups fail plays further ones."""
+    now, out = [0.0], io.StringIO()
+    with Progress(console=log(out), interval=1, clock=lambda: now[0]) as progress:
+        progress.start("rollouts", 2)
+        for _ in range(3):
+            now[0] += 60
+            progress.advance("rollouts")
+        progress.finish("rollouts")
+    assert out.getvalue().splitlines() == [
+        "rollouts: 1/2, 1:00 elapsed, about 1:00 left",
+        "rollouts: 2/2, 2:00 elapsed",
+        "rollouts: 3/2, 3:00 elapsed",
+        "rollouts: 3/2, 3:00 elapsed",
+    ]
+
+
+def test_progress_of_two_threads_stays_readable_in_a_log_file():
+    out = io.StringIO()
+    with Progress(console=log(out), interval=0) as progress:
+
+        def work(name):
+            progress.start(name, 50)
+            for i in range(50):
+                progress.advance(name, seen=i)
+            progress.finish(name)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in ("step 1: update", "step 2: rollout")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = out.getvalue().splitlines()
+    for name in ("step 1: update", "step 2: rollout"):
+        own = [line for line in found if line.startswith(f"{name}: ")]
+        assert [line.split(",")[0] for line in own] == [f"{name}: {i}/50" for i in (*range(1, 51), 50)]
+        assert [line.rpartition(" ")[2] for line in own] == [str(i) for i in (*range(50), 49)]
+    assert len(found) == 102
 
 
 def test_progress_on_a_terminal_draws_bars():

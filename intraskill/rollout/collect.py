@@ -95,7 +95,7 @@ async def collect_groups(rollout: Rollout, assignments: Iterable[Assignment], on
         on_group(group)
         return group
 
-    return await _all(collect(a) for a in assignments)
+    return await gather(collect(a) for a in assignments)
 
 
 async def collect_until(
@@ -156,7 +156,7 @@ async def _collect_group(rollout: Rollout, assignment: Assignment, places: async
     """Plays one group; each of its episodes takes one of `places` while it is in play."""
     size = rollout.group_size
     require(len(assignment.own) in (0, size), f"group {assignment.index} has masks for {len(assignment.own)} episodes, and {size} to play")
-    trajectories = await _all(_collect_episode(rollout, assignment, e, places, served) for e in range(size))
+    trajectories = await gather(_collect_episode(rollout, assignment, e, places, served) for e in range(size))
     return Group(assignment.index, assignment.task, assignment.mask, tuple(trajectories), tuple(mask for mask, _ in assignment.own))
 
 
@@ -176,7 +176,7 @@ async def _collect_episode(rollout: Rollout, assignment: Assignment, episode: in
     raise AssertionError("unreachable: the attempts are counted above")
 
 
-async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs all at once and returns their results in order; the first error cancels the others, waits for them, and is raised as itself."""
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -230,3 +230,10 @@ def test_a_warm_start_over_an_existing_directory(launcher, runs, tmp_path):
 
 def test_a_report_of_what_is_no_run(launcher, runs, tmp_path):
     assert_refused(launcher.run("launch/report.py", f"--run={tmp_path / 'absent'}"), runs, str(tmp_path / "absent"))
+
+
+# ----------------------------------------------------------------------------------------------------------------- watching
+
+
+def test_a_profiler_window_outside_the_run(train, runs):
+    assert_refused(train("--profile=1:2"), runs, "profile = '1:2'", "FIRST <= LAST < 2")

@@ -38,13 +38,14 @@ def flags(config: str, runs: Path, name: str, checkpoint: Path, **settings) -> l
     return [f"--config={config}", *(f"--config.{key}={value}" for key, value in values.items())]
 
 
-_OTHER = {"seconds", "time", "latency", "publish_seconds", "name", "versions"}
+_OTHER = {"time", "latency", "name", "versions"}
+_DURATIONS = ("seconds", "per_second")
 
 
 def timeless(value):
     """A JSON value without durations, moments, the run's own name and what it was run with."""
     if isinstance(value, dict):
-        return {k: timeless(v) for k, v in value.items() if k not in _OTHER}
+        return {k: timeless(v) for k, v in value.items() if k not in _OTHER and not k.endswith(_DURATIONS)}
     return [timeless(v) for v in value] if isinstance(value, list) else value
 
 

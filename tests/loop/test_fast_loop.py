@@ -1,5 +1,6 @@
 """The fast loop's bookkeeping: which task a group plays, where a run stands, and what is said about the groups of a step."""
 
+import dataclasses
 import types
 
 import pytest
@@ -11,12 +12,15 @@ from rollout.groups import group, trajectory
 
 from configs import pocket
 from intraskill import slow_loop
-from intraskill.fast_loop import Position, chunks_of, prefilled_per_new_token, rollout_metrics, task_of
+from intraskill.fast_loop import Position, chunks_of, task_of
 from intraskill.parts import Parts
 from intraskill.skills.bank import Bank
+from intraskill.skills.curriculum import Curriculum
+from intraskill.step_metrics import prefilled_per_new_token, rollout_metrics, rollout_speed
 from intraskill.types import Chunk, Group, InputError, Mask, MaskKind, Status, Task, ToolCall, Trajectory, Turn
 
 BANK = Bank((Chunk("a", 1, "a", "", "do a"), Chunk("b", 2, "b", "", "do b"), Chunk("c", 1, "c", "", "do c")))
+CURRICULUM = Curriculum(BANK.sha256, 0, 0.25, BANK.ids, (0.5, 0.75, 1.0), (None,) * 3, None)
 
 
 @settings(deadline=None)
@@ -71,7 +75,7 @@ def test_the_figures_of_a_step_by_hand():
         of(1, Mask(MaskKind.ASSISTED, ("a@1", "b@2")), episode(0.0, fine), episode(0.0, fine)),
         of(2, Mask(MaskKind.ASSISTED), episode(0.5, fine), trajectory(0.0, Status.TECHNICAL)),
     ]
-    found = rollout_metrics(groups, BANK)
+    found = rollout_metrics(groups, CURRICULUM, step=5)
     # Five of six episodes are scored: rewards 1, 0, 0, 0, 0.5; turns 1, 3, 1, 1, 1; every turn has two sampled tokens.
     assert found == {
         "reward": pytest.approx(0.3),
@@ -85,12 +89,33 @@ def test_the_figures_of_a_step_by_hand():
         # These turns all claim a prompt of one token, nothing cached: 7 computed; of an episode's three prompts 2 x 2 tokens were known.
         "prefilled_per_new_token": pytest.approx(7 / 3),
         "tokens_sampled": 14,
+        "weight_lag": 2.0,  # every completion says that version 3 sampled it
         "protocol_errors": pytest.approx(1 / 5),
         "invalid_actions": pytest.approx(1 / 5),
         "skill_free_rate": pytest.approx(1 / 3),
+        "q": 0.25,
         "inclusion": {"a@1": 0.5, "b@2": 0.5, "c@1": 0.0},
+        "rho": {"a@1": 0.5, "b@2": 0.75, "c@1": 1.0},
         "mixed_groups": 0,
     }
+    assert rollout_speed(groups, 4.0) == {"tokens_per_second": 14 / 4, "prefill_tokens_per_second": 7 / 4, "seconds": 4.0}
+    assert rollout_speed(groups[:1], 4.0)["tokens_per_second"] == 8 / 4, "what a resumed run read from disk is no speed"
+
+
+def test_the_lag_of_weights_is_a_mean_over_tokens():
+    """Three tokens by version 4, one by version 5, and one by both, of which the older counts: (3 x 3 + 2 + 3) / 5 steps behind step 7."""
+    sampled = [((4,), (1, 2, 0)), ((5,), (0,)), ((4, 5), (0,)), ((9,), ())]
+    turns = tuple(Turn(1, completion(*ids, weight_versions=v), "", None, "no_tool_call", "", "") for v, ids in sampled)
+    tokens, mask = (7, 1, 2, 0, 0, 0), (False, *[True] * 5)
+    logprobs = (0.0, *(p for t in turns for p in t.completion.logprobs))
+    episode = Trajectory(tokens, mask, logprobs, turns, Status.GENERATION_LENGTH, 0.0, False)
+    assert rollout_metrics([Group(0, group(0, 0).task, Mask.skill_free(), (episode,))], CURRICULUM, 7)["weight_lag"] == pytest.approx(14 / 5)
+
+
+@pytest.mark.parametrize("treatment", [{"withdraw_over": 9}, {"retrieve": 2}])
+def test_no_rho_is_reported_where_it_is_not_one_number(treatment):
+    found = rollout_metrics([group(0, 0.0, 1.0)], dataclasses.replace(CURRICULUM, **treatment), 0)
+    assert "rho" not in found and found["q"] == 0.25 and set(found["inclusion"]) == set(BANK.ids)
 
 
 @pytest.mark.parametrize(("cached", "ratio"), [(12, 1.0), (2, 28 / 18)])
@@ -105,7 +130,7 @@ def test_tokens_prefilled_for_each_new_one_by_hand(cached, ratio):
 
 
 def test_figures_exist_when_nothing_was_scored_or_assisted():
-    found = rollout_metrics([group(0, None, None)], BANK)
+    found = rollout_metrics([group(0, None, None)], CURRICULUM, 0)
     assert found["scored_rate"] == 0 and found["reward"] == 0 and found["zero_variance_share"] == 0
     assert found["inclusion"] == {"a@1": 0.0, "b@2": 0.0, "c@1": 0.0}
 

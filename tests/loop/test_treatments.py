@@ -35,7 +35,8 @@ async def play(tmp_path, variant: str, *, bank: Bank = BANK, round_index: int = 
     config = settings_of(variant, source, **changes)
     parts, lines = make_parts(tmp_path, config)
     curriculum = slow_loop.make_curriculum(config, bank, {})
-    await fast_loop.rollout(parts, bank, curriculum, round_index, 0, 0)
+    played = await fast_loop.rollout(parts, bank, curriculum, round_index, 0, 0)
+    lines.append(dict(played.record))
     files = sorted((tmp_path / f"rounds/{round_index:03d}/groups").glob("*.json"))
     groups = [records.from_json(read_json(path)) for path in files]
     assert [g.index for g in groups] == list(range(config.rollout.oversample))

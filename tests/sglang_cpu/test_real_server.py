@@ -16,7 +16,7 @@ from sglang_cpu import serve
 from sglang_cpu.process import CHECKPOINT, MAX_ERROR, MEAN_ERROR, shared
 
 from configs import pocket
-from intraskill import fast_loop
+from intraskill import step_metrics
 from intraskill.rollout import records, wire
 from intraskill.rollout.agent import Limits
 from intraskill.rollout.collect import Assignment, Rollout, collect_groups
@@ -104,7 +104,7 @@ def test_one_round_of_the_whole_loop(served, tmp_path):
     assert any(e.status == Status.PURCHASE for e in episodes)
     assert {v for g in groups for e in g.trajectories for t in e.turns for v in t.completion.weight_versions} == {0, 1}
     _assert_token_exact(episodes)
-    ratio = fast_loop.prefilled_per_new_token(episodes)
+    ratio = step_metrics.prefilled_per_new_token(episodes)
     turns = sum(len(e.turns) for e in episodes)
     FIGURES["one round of the loop: episodes, turns, prefilled / new tokens"] = f"{len(episodes)}, {turns}, {ratio:.3f}"
     lines = (run / "metrics.jsonl").read_text()
