@@ -4,7 +4,7 @@
 #     bash benchmarks/gpu_check.sh            needs an NVIDIA GPU of 80 GB or more for the update; on a smaller one it says that it does not fit
 #     bash benchmarks/gpu_check.sh --row=4096
 #
-# NOT RUN BY US: no GPU was at hand. What was run is the Python part, on the CPU with a tiny shape (tests/grpo/test_gpu_check.py).
+# NOT RUN BY US: no GPU was at hand. tests/grpo/test_gpu_check.py runs its Python part on the CPU with a tiny shape.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
 command -v nvidia-smi >/dev/null || { echo "nvidia-smi not found: this check needs an NVIDIA GPU and its driver; benchmarks/gpu_check.py --shape=tiny runs anywhere" >&2; exit 2; }
