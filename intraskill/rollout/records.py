@@ -27,7 +27,7 @@ def to_json(group: Group) -> dict[str, Any]:
     return record | ({"own_masks": [_mask_to_json(m) for m in group.own_masks]} if group.own_masks else {})
 
 
-def from_json(record: Mapping[str, Any]) -> Group:
+def from_json(record: Any) -> Group:
     """The group that `to_json` wrote. Raises InputError for another schema or a record that is not whole."""
     _check_schema(record)
     with _whole("group"):
@@ -64,7 +64,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
+def trajectory_from_json(record: Any) -> Trajectory:
     """The trajectory that `trajectory_to_json` wrote. Raises InputError for another schema or a record that is not whole."""
     _check_schema(record)
     with _whole("trajectory"):
@@ -117,7 +117,7 @@ def _turn_from_json(record: Mapping[str, Any], ids: Iterator[int], logprobs: Ite
     return Turn(record["prompt_length"], completion, call=call, **views)
 
 
-def _check_schema(record: Mapping[str, Any]) -> None:
+def _check_schema(record: Any) -> None:
     found = record.get("schema") if isinstance(record, Mapping) else None
     if found != SCHEMA:
         raise InputError(f"the record has schema {found!r}, this version reads {SCHEMA}: read it with the version that wrote it")
