@@ -59,5 +59,6 @@ def get_config(variant: str = "") -> ConfigDict:
     )
     config.curriculum.update({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9})
     config.mesh.update({"data": 1, "fsdp": 8, "tensor": 1})
+    config.distributed.detect = True
     treatments.apply(config, variant.split(",") if variant else [], "configs/coevolve.py")
     return config

@@ -100,6 +100,9 @@ def _full() -> ConfigDict:
 
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "tensor": 1})
     config.checkpoint = ConfigDict({"every_steps": 1, "keep": 2})
+    # Several processes, one run (docs/training.md). detect: ask the cluster (TPU slice, GKE, Slurm) for them where no flag names them. start: how
+    # long they may take to find each other; heartbeat: how long one may say nothing before the others give up.
+    config.distributed = ConfigDict({"detect": False, "start_seconds": 300.0, "heartbeat_seconds": 60.0})
     return config
 
 

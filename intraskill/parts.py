@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from intraskill import weights
+from intraskill import followers, weights
 from intraskill.checkpoint import Checkpointer
+from intraskill.followers import Command, Follower, Lead, LedCheckpointer, LedLearner
 from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
 from intraskill.grpo.loss import ClippedPolicyGradient
 from intraskill.grpo.packing import pack
@@ -78,6 +79,8 @@ _SIZES = {
     "mesh.tensor": 1,
     "checkpoint.every_steps": 1,
     "checkpoint.keep": 1,
+    "distributed.start_seconds": 1,
+    "distributed.heartbeat_seconds": 1,
 }
 
 
@@ -154,9 +157,7 @@ class Policy:
 def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     """Loads `config.model.checkpoint` (HF layout) and the sampling of `config.rollout`."""
     directory = Path(config.model.checkpoint)
-    if config.model.attention == "splash" and jax.default_backend() != "tpu":
-        raise InputError(f"model.attention = splash is a TPU kernel and this machine computes on {jax.default_backend()}: set blocked")
-    shape, params = hf.load_hf(directory, **numerics(config))
+    shape, params = _load_params(config)
     chat = Chat(load_tokenizer(directory), tools, thinking=config.model.thinking)
     sampling = Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
@@ -167,10 +168,24 @@ def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     return Policy(shape, params, chat, sampling)
 
 
+def _load_params(config: Any) -> tuple[ModelConfig, Any]:
+    """Shape and parameters of the policy, in the host's memory where no engine of this process computes with them."""
+    if config.model.attention == "splash" and jax.default_backend() != "tpu":
+        raise InputError(f"model.attention = splash is a TPU kernel and this machine computes on {jax.default_backend()}: set blocked")
+    device = jax.local_devices(backend="cpu")[0] if config.engine.kind == SGLANG else None
+    with jax.default_device(device):
+        return hf.load_hf(config.model.checkpoint, **numerics(config))
+
+
 def make_learner(config: Any, shape: ModelConfig, sampling: Sampling, devices: Sequence[Any] | None = None) -> Learner:
     """The learner under the sampler's own temperature and banned ids, on the configured mesh over `devices`, this machine's unless given."""
     settings = config.grpo
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    if jax.process_count() > 1 and devices is None and math.prod(sizes) != jax.device_count():
+        raise InputError(
+            f"mesh data x fsdp x tensor = {math.prod(sizes)}, but the {jax.process_count()} processes have {jax.device_count()} devices: "
+            "a mesh over several processes takes all of them"
+        )
     if settings.rows_per_microbatch % (sizes[0] * sizes[1]):
         raise InputError(f"grpo.rows_per_microbatch = {settings.rows_per_microbatch} is not a multiple of mesh data x fsdp = {sizes[0] * sizes[1]}")
     optimizer = OptimizerConfig(
@@ -203,6 +218,15 @@ def check_engine(config: Any) -> None:
     for name, known in (("dtype", weights.DTYPES), ("layout", weights.LAYOUTS)):
         if settings[name] not in known:
             raise InputError(f"engine.{name} = {settings[name]!r}: choose one of {', '.join(known)}")
+
+
+def check_processes(config: Any, lead: Lead) -> None:
+    """Refuses what a run of several processes cannot do."""
+    if lead.num_processes > 1 and config.engine.kind == EMBEDDED:
+        raise InputError(
+            f"engine.kind = {EMBEDDED} with {lead.num_processes} processes: the embedded engine computes in one process only; start servers with "
+            f"launch/serve_engine.py and set engine.kind = {SGLANG} and engine.addresses"
+        )
 
 
 def make_engine(config: Any, policy: Policy) -> JaxEngine | SGLangEngine:
@@ -269,12 +293,13 @@ class Parts:
     metrics: Metrics
     progress: Progress
     policy: Policy
-    learner: Learner
+    lead: Lead
+    learner: LedLearner
     engine: JaxEngine | SGLangEngine
     shop: Shop
     shop_identity: str
     analyst: RuleAnalyst
-    checkpoints: Checkpointer
+    checkpoints: LedCheckpointer
     initial_bank: Bank
     general_words: frozenset[str]
     tasks: Mapping[str, Sequence[Task]]
@@ -291,7 +316,7 @@ class Parts:
         """The policy as a Hugging Face directory like the one it started from, tokenizer included: `export/` in the run."""
         directory = self.run.path / "export"
         if not directory.exists():  # it appears complete or not at all, so a resumed run need not write it twice
-            hf.save_hf(directory, self.policy.config, state.params, source=self.config.model.checkpoint)
+            hf.save_hf(directory, self.policy.config, self.lead.whole(state.params), source=self.config.model.checkpoint)
         return directory
 
     async def close(self) -> None:
@@ -328,9 +353,15 @@ async def load(config: Any, shop: Shop) -> Inputs:
     return Inputs(policy, make_learner(config, policy.config, policy.sampling), make_engine(config, policy), bank, mechanisms, tasks)
 
 
-def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, shop: Shop, shop_identity: str) -> Parts:
-    """Builds analyst and records around `inputs`."""
+def make_checkpointer(config: Any, run: Path, shape: ModelConfig) -> Checkpointer:
+    """The run's checkpoints. Where there are several processes, each has to call this, once the run's directory is there."""
+    return Checkpointer(run / "checkpoints", model_config=dataclasses.asdict(shape), keep_last=config.checkpoint.keep)
+
+
+def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, shop: Shop, shop_identity: str, lead: Lead) -> Parts:
+    """Builds analyst and records around `inputs`, and has the other processes build what they need."""
     policy = inputs.policy
+    lead.tell(Command.PREPARE, {"run": str(run.path), "temperature": policy.sampling.temperature, "banned_ids": list(policy.sampling.banned_ids)})
     wordings = [text for options in inputs.mechanisms.values() for wording in options for text in wording.texts]
     return Parts(
         config=config,
@@ -338,16 +369,29 @@ def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, sh
         metrics=Metrics(run.path),
         progress=progress,
         policy=policy,
-        learner=inputs.learner,
+        lead=lead,
+        learner=LedLearner(lead, inputs.learner),
         engine=inputs.engine,
         shop=shop,
         shop_identity=shop_identity,
         analyst=RuleAnalyst(shop, inputs.mechanisms),
-        checkpoints=Checkpointer(run.path / "checkpoints", model_config=dataclasses.asdict(policy.config), keep_last=config.checkpoint.keep),
+        checkpoints=LedCheckpointer(lead, make_checkpointer(config, run.path, policy.config)),
         initial_bank=inputs.bank,
         general_words=firewall.vocabulary([*wordings, *(chunk.text for chunk in inputs.bank.chunks)]),
         tasks=inputs.tasks,
     )
+
+
+def follow(config: Any, follower: Follower) -> None:
+    """All that a process other than the first does in a run: it reads the policy, and makes the calls that process 0 makes."""
+    shape, params = _load_params(config)
+    command, told, _ = follower.receive()
+    if command != Command.PREPARE:  # process 0 ended before it came so far
+        return
+    sampling = Sampling(1, temperature=told["temperature"], banned_ids=tuple(told["banned_ids"]))
+    checkpoints = make_checkpointer(config, Path(told["run"]), shape)
+    followers.follow(follower, make_learner(config, shape, sampling), checkpoints, params)
+    checkpoints.close()
 
 
 def export_run(run: Path, directory: Path, dtype: str | None) -> int:
