@@ -69,6 +69,7 @@ def _full() -> ConfigDict:
             "turn_seconds": 600.0,
             "start_seconds": 1800.0,
             "load_seconds": 900.0,
+            "shares_memory": False,  # the servers compute on the trainer's devices and lend it their memory while it updates
         }
     )
     config.grpo = ConfigDict(

@@ -34,10 +34,13 @@ from jaxtyping import PyTree
 from intraskill import lines
 from intraskill.checkpoint import Checkpointer, Restored
 from intraskill.grpo.learner import Learner, TrainState
-from intraskill.types import Batch, InputError, ProcessError
+from intraskill.types import Batch, EngineError, InputError, ProcessError, ShopError
 
 _FAILED = 2  # the exit status of expected errors, see launch/entry.py
 _GRACE_SECONDS = 15.0  # for a process that fails to say so in its own words, and to close what it holds, before it is ended
+_NEWS_SECONDS = 3.0  # within which the end of a process shows at the others, once a collective with it has failed
+# What ends a run by its own words; anything else may be a collective's failure because another process has died.
+_OWN_WORDS = (InputError, EngineError, ShopError, ProcessError, KeyboardInterrupt)
 _BATCH_FIELDS = tuple(f.name for f in dataclasses.fields(Batch))
 
 
@@ -160,6 +163,8 @@ class Lead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self._lines and kind is not None and not isinstance(error, _OWN_WORDS):
+            time.sleep(_NEWS_SECONDS)  # where another process has died, the line to it ends this one
         self._end("" if kind is None else f"process 0 has ended the run: {error or kind.__name__}")
 
 
@@ -192,17 +197,28 @@ class Follower:
             _end_process(f"process 0 {why}; start all processes again with --resume")
         self._inbox.put((Command.STOP, {"why": why}, []))
 
+    def _stop_within(self, seconds: float) -> str:
+        """Why process 0 tells this one to stop, "" where it does not in time."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command, values, _ = self._inbox.get(timeout=seconds)
+                if command == Command.STOP:
+                    return values["why"]
+        return ""
+
     def __enter__(self) -> "Follower":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._over = True
         if kind is None or isinstance(error, ProcessError):
+            self._over = True
             return
+        if not isinstance(error, _OWN_WORDS) and (why := self._stop_within(_NEWS_SECONDS)):
+            self._over = True
+            raise ProcessError(why) from error  # not this process's failure
+        self._over = True
         self._line.send(f"{kind.__name__}: {error}".encode())
-        with contextlib.suppress(queue.Empty):  # until process 0 has taken note: it would report a closed connection otherwise
-            while self._inbox.get(timeout=2 * _GRACE_SECONDS)[0] != Command.STOP:
-                pass
+        self._stop_within(2 * _GRACE_SECONDS)  # process 0 would report a closed connection, were this one gone before it has taken note
 
 
 # -------------------------------------------------------------------------------------------------------------- joining

@@ -71,7 +71,8 @@ async def fast_round(
     published, _ = await fast_loop.sync(parts, parts.lead.whole(state.params), position.step)
     for step in range(position.step, (round_index + 1) * steps_per_round):
         groups, admission = await fast_loop.rollout(parts, bank, curriculum, round_index, step, position.next_group)
-        state = fast_loop.update(parts, state, admission.admitted, round_index, step)
+        async with parts.engines_aside():
+            state = fast_loop.update(parts, state, admission.admitted, round_index, step)
         published, record = await fast_loop.sync(parts, parts.lead.whole(state.params), step + 1)
         parts.metrics.write({"kind": "sync", "round": round_index, "step": step, **record})
         position = position.after(len(groups), parts.metrics.state())

@@ -4,6 +4,7 @@ Building checks everything that can be checked before hours are spent: the check
 together. Nothing here runs a stage.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -215,6 +216,8 @@ def check_engine(config: Any) -> None:
         raise InputError(f"engine.kind = {settings.kind!r}: choose one of {', '.join(ENGINES)}")
     if settings.kind == SGLANG and not settings.addresses:
         raise InputError("engine.addresses is empty: give the servers' addresses, e.g. --config.engine.addresses=\"('http://127.0.0.1:30000',)\"")
+    if settings.shares_memory and settings.kind != SGLANG:
+        raise InputError(f"engine.shares_memory with engine.kind = {settings.kind}: only SGLang servers can leave their memory to the trainer")
     for name, known in (("dtype", weights.DTYPES), ("layout", weights.LAYOUTS)):
         if settings[name] not in known:
             raise InputError(f"engine.{name} = {settings[name]!r}: choose one of {', '.join(known)}")
@@ -318,6 +321,13 @@ class Parts:
         if not directory.exists():  # it appears complete or not at all, so a resumed run need not write it twice
             hf.save_hf(directory, self.policy.config, self.lead.whole(state.params), source=self.config.model.checkpoint)
         return directory
+
+    def engines_aside(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Around an update: engines that share the trainer's devices leave their memory to it."""
+        if self.config.engine.shares_memory:
+            assert isinstance(self.engine, SGLangEngine)  # see `check_engine`
+            return self.engine.lending_memory()
+        return contextlib.nullcontext()
 
     async def close(self) -> None:
         """Lets go of the engine and closes the files."""
