@@ -137,9 +137,19 @@ def packing_options(config: Any) -> dict[str, Any]:
     }
 
 
-def numerics(config: Any) -> dict[str, Any]:
-    """How the model computes, apart from its shape: fields of ModelConfig. Parameters that train are float32."""
-    settings = config.model
+AUTO = "auto"  # model.attention: the TPU kernel on TPUs, XLA's own operations elsewhere
+
+
+def numerics(config: Any, platform: str = "") -> dict[str, Any]:
+    """How the model computes, apart from its shape: fields of ModelConfig. Parameters that train are float32.
+
+    Args:
+      config: of the run.
+      platform: what it computes on, "tpu", "gpu" or "cpu"; this process's unless given.
+    """
+    settings = dict(config.model)
+    if settings["attention"] == AUTO:
+        settings["attention"] = "splash" if (platform or jax.default_backend()) == "tpu" else "blocked"
     names = ("dtype", "remat", "attention", "chunk_size", "piece_length", "scan_layers")
     # The config of a run that was recorded before a field existed lacks it; such a run did what the default does.
     return {"param_dtype": "float32", **{name: settings[name] for name in names if name in settings}}

@@ -1,8 +1,5 @@
 import pytest
-from loop.fixtures import checkpoint
 from loop.fork_server import ForkServer
-
-__all__ = ["checkpoint"]
 
 
 @pytest.fixture(scope="session")
