@@ -148,7 +148,7 @@ def numerics(config: Any, platform: str = "") -> dict[str, Any]:
       platform: what it computes on, "tpu", "gpu" or "cpu"; this process's unless given.
     """
     settings = dict(config.model)
-    if settings["attention"] == AUTO:
+    if settings.get("attention") == AUTO:
         settings["attention"] = "splash" if (platform or jax.default_backend()) == "tpu" else "blocked"
     names = ("dtype", "remat", "attention", "chunk_size", "piece_length", "scan_layers")
     # The config of a run that was recorded before a field existed lacks it; such a run did what the default does.

@@ -46,7 +46,8 @@ ADDRESSES = ("engine.addresses",)  # and the flags that place a process in its j
 
 
 def overrides(runs: Path, addresses: list[str]) -> dict[str, object]:
-    return {**SIZES, "runs_directory": runs, "model.checkpoint": "pocket/checkpoint", "engine.addresses": f"({''.join(f"'{a}'," for a in addresses)})"}
+    listed = "".join(f"'{address}'," for address in addresses)
+    return {**SIZES, "runs_directory": runs, "model.checkpoint": "pocket/checkpoint", "engine.addresses": f"({listed})"}
 
 
 def test_the_overrides_are_sizes_paths_and_addresses_of_the_pods_config():
