@@ -7,7 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from distributed import job
+from distributed import card, job
 from rollout import engine_process
 
 from configs import coevolve
@@ -16,48 +16,16 @@ from intraskill.run_directory import read_json
 
 pytestmark = pytest.mark.timeout(1500)
 
-# Only what a user has to change to run it here. Nothing that decides how the method works is among them.
-SIZES = {
-    "shop.num_products": 100,
-    "shop.train": 40,
-    "shop.validation": 12,
-    "shop.test": 12,
-    "shop.page_size": 5,
-    "shop.max_actions": 12,
-    "schedule.rounds": 2,
-    "schedule.steps_per_round": 1,
-    "rollout.group_size": 4,
-    "rollout.groups_per_step": 2,
-    "rollout.oversample": 2,
-    "rollout.max_context": 640,
-    "rollout.max_new_tokens": 24,
-    "rollout.max_steps": 6,
-    "rollout.num_slots": 8,
-    "grpo.row_length": 640,
-    "grpo.trained_per_row": 160,
-    "grpo.rows_per_microbatch": 2,
-    "validation.tasks": 12,
-    "test.tasks": 2,
-    "analysis.max_cards": 2,
-    "mesh.fsdp": 2,
-}
-PATHS = ("runs_directory", "name", "model.checkpoint", "bank.path", "bank.mechanisms")
-ADDRESSES = ("engine.addresses",)  # and the flags that place a process in its job
-
-
-def overrides(runs: Path, addresses: list[str]) -> dict[str, object]:
-    listed = "".join(f"'{address}'," for address in addresses)
-    return {**SIZES, "runs_directory": runs, "model.checkpoint": "pocket/checkpoint", "engine.addresses": f"({listed})"}
-
 
 def test_the_overrides_are_sizes_paths_and_addresses_of_the_pods_config():
-    given, config = overrides(Path("runs"), ["http://127.0.0.1:1"]), coevolve.get_config()
-    assert set(given) <= {*SIZES, *PATHS, *ADDRESSES}
-    for key in SIZES:
+    given = [flag.removeprefix("--config.").partition("=")[0] for flag in card.flags(Path("runs"), ["http://127.0.0.1:1"])[1:]]
+    assert set(given) == card.PERMITTED and len(given) == len(card.PERMITTED)
+    config = coevolve.get_config()
+    for key in card.SIZES:
         section, _, name = key.partition(".")
         assert type(config[section][name]) is int, f"{key} is no size"
-    decides = ("engine.", "curriculum.", "distributed.", "checkpoint.", "bank.revision", "seed", "model.")
-    assert not [key for key in SIZES if key.startswith(decides)]
+    decides = ("engine.", "curriculum.", "distributed.", "checkpoint.", "bank.", "seed", "model.")
+    assert not [key for key in card.SIZES if key.startswith(decides)]
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +33,8 @@ def finished(launcher, tmp_path_factory):
     """The run's directory, its processes, and what the servers called their weights at its end."""
     runs = tmp_path_factory.mktemp("runs")
     # One after the other: the second finds what the first has compiled.
-    engines = [engine_process.start(launcher, Path("pocket/checkpoint"), max_length=SIZES["rollout.max_context"], slots=8) for _ in range(2)]
-    flags = [f"--config.{key}={value}" for key, value in overrides(runs, [address for _, address in engines]).items()]
-    trainers = job.start(launcher, "launch/train.py", 2, "--config=configs/coevolve.py", *flags)
+    engines = [engine_process.start(launcher, Path("pocket/checkpoint"), max_length=card.SIZES["rollout.max_context"], slots=8) for _ in range(2)]
+    trainers = job.start(launcher, "launch/train.py", 2, *card.flags(runs, [address for _, address in engines]))
     for process in trainers.processes:
         process.wait(1200)
 

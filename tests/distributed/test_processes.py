@@ -106,4 +106,3 @@ def test_the_others_end_when_process_0_is_killed(launcher, tmp_path):
         assert process.wait() not in (0, None), of_three.errors()
         # JAX's service lived in process 0, and its clients may be quicker to say so than we are.
         assert "process 0 has died" in process.stderr or "another task died" in process.stderr, of_three.errors()
-
