@@ -3,8 +3,8 @@
     python launch/pods/check.py
 
 The scripts must be valid bash, and with --dry_run print commands and run none. In what they print, and in the JobSet, every setting of
-`launch/train.py` must be a key of configs/coevolve.py, the mesh must be the devices that are asked for, and each engine address must be a server that the
-recipe starts. Whether a cluster takes a manifest, only the cluster can say: `kubectl apply --dry-run=server -f launch/pods/gke_jobset.yaml`.
+`launch/train.py` must be a key of configs/coevolve.py, the mesh must be the devices that are asked for, and each engine address must be a server
+that the recipe starts. Whether a cluster takes a manifest, only the cluster can say: `kubectl apply --dry-run=server -f launch/pods/gke_jobset.yaml`.
 """
 
 import math

@@ -1,7 +1,7 @@
 """A process of a job that trains a tiny model for a few updates: process 0 makes the calls, the others follow.
 
-Arguments: what to do, a scratch directory, then the flags of the process's place in its job. What to do: `train`, or how one process ends at its first
-update (`killed`, `stopped`, `failing`) or while process 0 waits for its engines (`killed-waiting`), preceded by its number: `2:killed`.
+Arguments: what to do, a scratch directory, then the flags of the process's place in its job. What to do: `train`, or how one process ends at its
+first update (`killed`, `stopped`, `failing`) or while process 0 waits for its engines (`killed-waiting`), preceded by its number: `2:killed`.
 """
 
 import dataclasses
