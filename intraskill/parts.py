@@ -183,7 +183,10 @@ def _load_params(config: Any) -> tuple[ModelConfig, Any]:
     """Shape and parameters of the policy, in the host's memory where no engine of this process computes with them."""
     if config.model.attention == "splash" and jax.default_backend() != "tpu":
         raise InputError(f"model.attention = splash is a TPU kernel and this machine computes on {jax.default_backend()}: set blocked")
-    device = jax.local_devices(backend="cpu")[0] if config.engine.kind == SGLANG else None
+    try:
+        device = jax.local_devices(backend="cpu")[0] if config.engine.kind == SGLANG else None
+    except RuntimeError as error:
+        raise InputError(f"JAX may not use this host's memory ({error}): add cpu to JAX_PLATFORMS, e.g. tpu,cpu, or unset it") from error
     with jax.default_device(device):
         return hf.load_hf(config.model.checkpoint, **numerics(config))
 
@@ -382,6 +385,7 @@ def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, sh
     """Builds analyst and records around `inputs`, and has the other processes build what they need."""
     policy = inputs.policy
     lead.tell(Command.PREPARE, {"run": str(run.path), "temperature": policy.sampling.temperature, "banned_ids": list(policy.sampling.banned_ids)})
+    learner, checkpoints = LedLearner(lead, inputs.learner), LedCheckpointer(lead, make_checkpointer(config, run.path, policy.config))
     wordings = [text for options in inputs.mechanisms.values() for wording in options for text in wording.texts]
     return Parts(
         config=config,
@@ -390,12 +394,12 @@ def build(config: Any, inputs: Inputs, run: RunDirectory, progress: Progress, sh
         progress=progress,
         policy=policy,
         lead=lead,
-        learner=LedLearner(lead, inputs.learner),
+        learner=learner,
         engine=inputs.engine,
         shop=shop,
         shop_identity=shop_identity,
         analyst=RuleAnalyst(shop, inputs.mechanisms),
-        checkpoints=LedCheckpointer(lead, make_checkpointer(config, run.path, policy.config)),
+        checkpoints=checkpoints,
         initial_bank=inputs.bank,
         general_words=firewall.vocabulary([*wordings, *(chunk.text for chunk in inputs.bank.chunks)]),
         tasks=inputs.tasks,
