@@ -11,16 +11,18 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 import jax
 import numpy as np
+from grpo import toy
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from intraskill import followers, weights
 from intraskill.checkpoint import Checkpointer
 from intraskill.followers import Command, Follower, LedCheckpointer, LedLearner, Place
-from intraskill.grpo.learner import OptimizerConfig
+from intraskill.grpo.learner import Learner, OptimizerConfig
 from intraskill.grpo.loss import ClippedPolicyGradient
 from intraskill.grpo.packing import Episode, pack, split_rows
 from intraskill.grpo.policy import qwen35_learner
@@ -56,20 +58,32 @@ def make_learner():
 
 
 def make_params():
-    return jax.tree.map(np.asarray, jax.jit(model.init_params, static_argnums=0)(CONFIG, jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: rng.normal(scale=0.3, size=leaf.shape).astype(leaf.dtype), model.abstract_params(CONFIG))
 
 
-def make_batch(seed: int):
-    """Two microbatches of random episodes."""
+def make_toy():
+    """A learner of next tokens by a table, which compiles at once, and its parameters: for jobs that end anyway."""
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    whole = NamedSharding(mesh, PartitionSpec())
+    shardings, decay = {"table": whole, "scale": whole}, {"table": True, "scale": False}
+    learner = Learner(
+        toy.log_probs, ClippedPolicyGradient(), OptimizerConfig(), mesh=mesh, param_shardings=shardings, decay_mask=decay, rows_axes=("data",)
+    )
+    return learner, {"table": np.eye(toy.VOCABULARY, dtype=np.float32), "scale": np.ones(1, np.float32)}
+
+
+def make_batch(seed: int, vocabulary: int = CONFIG.vocab_size, rows: int = ROWS):
+    """Microbatches of random episodes."""
     rng = np.random.default_rng(seed)
     episodes = []
     for _ in range(12):
-        tokens = rng.integers(4, CONFIG.vocab_size, rng.integers(12, 30))
+        tokens = rng.integers(4, vocabulary, rng.integers(12, 30))
         mask = rng.random(len(tokens)) < 0.5
         mask[0], mask[-1] = False, True
         episodes.append(Episode(tokens, mask, np.where(mask, -1.0, 0.0), rng.normal()))
-    batch, _ = pack(episodes, row_length=48, max_trained_per_row=32, rows_multiple_of=ROWS)
-    return split_rows(batch, ROWS)
+    batch, _ = pack(episodes, row_length=48, max_trained_per_row=32, rows_multiple_of=rows)
+    return split_rows(batch, rows)
 
 
 def flat(tree) -> dict[str, np.ndarray]:
@@ -116,9 +130,10 @@ def lead_until_the_end(lead, manner: str) -> None:
     if manner == "killed-waiting":
         print("waiting", flush=True)
         time.sleep(600)  # as while the engines play
-    learner = LedLearner(lead, make_learner())
-    state = learner.init(make_params())
-    batch = learner.old_log_probs(state, make_batch(1))
+    toy_learner, params = make_toy()
+    learner = LedLearner(lead, toy_learner)
+    state = learner.init(params)
+    batch = learner.old_log_probs(state, make_batch(1, toy.VOCABULARY, jax.device_count()))
     for _ in range(10_000):
         state, _ = learner.update(state, batch)
 
@@ -145,13 +160,13 @@ def main() -> None:
         if isinstance(team, Follower):
             command, _, _ = team.receive()
             assert command == Command.PREPARE
-            learner = make_learner()
+            if manner == "train":
+                followers.follow(team, make_learner(), make_checkpoints(Path(scratch)), make_params())
+                return
             if manner == "killed-waiting" and process == ending:
                 print("waiting", flush=True)
-            if manner == "train":
-                followers.follow(team, learner, make_checkpoints(Path(scratch)), make_params())
-            else:
-                followers.follow(team, Ending(learner, manner) if process == ending else learner, None, make_params())
+            learner, params = make_toy()
+            followers.follow(team, Ending(learner, manner) if process == ending else learner, None, params)
         elif manner == "train":
             lead_training(team, Path(scratch))
         else:
