@@ -51,6 +51,11 @@ def test_what_was_saved_together_is_restored_together(trained, num_processes):
         np.testing.assert_array_equal(arrays["again"][name], expected, err_msg=name)
 
 
+def test_without_a_cluster_to_ask_a_process_is_alone(launcher, tmp_path):
+    process = launcher.run(WORKER, "alone", str(tmp_path))
+    assert process.status == 0 and process.stdout == "processes 1, devices 1\n", process.stderr
+
+
 def ended(launcher, tmp_path, task: str, num_processes: int = 3) -> job.Job:
     return job.start(launcher, WORKER, num_processes, task, str(tmp_path))
 

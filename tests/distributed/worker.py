@@ -11,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
-
 import jax
 import numpy as np
 from grpo import toy
@@ -153,6 +151,10 @@ class Ending:
 
 def main() -> None:
     task, scratch, *flags = sys.argv[1:]
+    if task == "alone":  # nobody says where this process belongs, and there is no cluster to ask
+        with followers.join(Place(), ConfigDict({**SETTINGS, "detect": True})) as lead:
+            print(f"processes {lead.num_processes}, devices {jax.device_count()}", flush=True)
+        return
     address, number, process = (flag.partition("=")[2] for flag in flags)
     ending, _, manner = task.rpartition(":")
     settings = ConfigDict({**SETTINGS, "heartbeat_seconds": 5.0}) if manner == "stopped" else SETTINGS
