@@ -84,6 +84,6 @@ def test_the_embedded_engine_is_refused_over_several_processes():
 def test_a_mesh_over_several_processes_takes_all_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     config = pocket.get_config()
-    shape = ModelConfig(64, 16, 16, 2, 1, 1, 16, 1, 1, 16, 16)
+    shape = ModelConfig(64, 16, 16, 2, 2, 1, 1, 16, 1, 1, 16, 16)
     with pytest.raises(InputError, match="mesh data x fsdp x tensor = 1, but the 2 processes have 8 devices"):
         parts.make_learner(config, shape, Sampling(1))
