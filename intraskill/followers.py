@@ -54,6 +54,7 @@ class Command(enum.StrEnum):
     UPDATE = "update"
     GATHER = "gather"
     SAVE = "save"
+    CLOSE = "close"
     STOP = "stop"
 
 
@@ -340,11 +341,14 @@ class LedCheckpointer:
         return self._checkpoints.restore(abstract_state)
 
     def close(self) -> None:
+        self._lead.tell(Command.CLOSE)
         self._checkpoints.close()
 
 
 def follow(follower: Follower, learner: Learner, checkpoints: Checkpointer, params: PyTree) -> None:
-    """Makes each call that process 0 tells, on this process's part of the state, until it is told to stop.
+    """Makes each call that process 0 tells, on this process's part of the state, until process 0 closes the checkpoints.
+
+    They are closed here too, whatever happens: the processes wait for each other in it.
 
     Args:
       follower: the line to process 0.
@@ -354,22 +358,25 @@ def follow(follower: Follower, learner: Learner, checkpoints: Checkpointer, para
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state: Any = None
-    while True:
-        command, values, batches = follower.receive()
-        match command:
-            case Command.INIT:
-                state = learner.init(_spread(learner, params))
-            case Command.RESTORE:
-                state = checkpoints.restore(learner.abstract_state(shapes)).state
-            case Command.OLD_LOG_PROBS:
-                learner.old_log_probs(state, batches)
-            case Command.UPDATE:
-                state, _ = learner.update(state, batches)
-            case Command.GATHER:
-                _gather(state.params)
-            case Command.SAVE:
-                checkpoints.save(values["step"], state, values["position"])
-            case Command.STOP:
-                return
-            case Command.PREPARE:
-                raise AssertionError("process 0 prepares its followers once, before they follow")
+    with contextlib.closing(checkpoints):
+        while True:
+            command, values, batches = follower.receive()
+            match command:
+                case Command.INIT:
+                    state = learner.init(_spread(learner, params))
+                case Command.RESTORE:
+                    state = checkpoints.restore(learner.abstract_state(shapes)).state
+                case Command.OLD_LOG_PROBS:
+                    learner.old_log_probs(state, batches)
+                case Command.UPDATE:
+                    state, _ = learner.update(state, batches)
+                case Command.GATHER:
+                    _gather(state.params)
+                case Command.SAVE:
+                    checkpoints.save(values["step"], state, values["position"])
+                case Command.CLOSE | Command.STOP:
+                    break
+                case Command.PREPARE:
+                    raise AssertionError("process 0 prepares its followers once, before they follow")
+    while command != Command.STOP:
+        command, _, _ = follower.receive()

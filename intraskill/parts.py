@@ -415,7 +415,6 @@ def follow(config: Any, follower: Follower) -> None:
     sampling = Sampling(1, temperature=told["temperature"], banned_ids=tuple(told["banned_ids"]))
     checkpoints = make_checkpointer(config, Path(told["run"]), shape)
     followers.follow(follower, make_learner(config, shape, sampling), checkpoints, params)
-    checkpoints.close()
 
 
 def export_run(run: Path, directory: Path, dtype: str | None) -> int:

@@ -122,9 +122,10 @@ def end_as(manner: str) -> None:
     raise InputError(f"this process is {manner}: look elsewhere")
 
 
-def lead_until_the_end(lead, manner: str) -> None:
+def lead_until_the_end(lead, manner: str, scratch: Path) -> None:
     """One update after the other."""
     lead.tell(Command.PREPARE)
+    make_checkpoints(scratch)
     if manner == "killed-waiting":
         print("waiting", flush=True)
         time.sleep(600)  # as while the engines play
@@ -168,11 +169,11 @@ def main() -> None:
             if manner == "killed-waiting" and process == ending:
                 print("waiting", flush=True)
             learner, params = make_toy()
-            followers.follow(team, Ending(learner, manner) if process == ending else learner, None, params)
+            followers.follow(team, Ending(learner, manner) if process == ending else learner, make_checkpoints(Path(scratch)), params)
         elif manner == "train":
             lead_training(team, Path(scratch))
         else:
-            lead_until_the_end(team, manner)
+            lead_until_the_end(team, manner, Path(scratch))
 
 
 if __name__ == "__main__":
