@@ -198,28 +198,40 @@ class Follower:
             _end_process(f"process 0 {why}; start all processes again with --resume")
         self._inbox.put((Command.STOP, {"why": why}, []))
 
-    def _stop_within(self, seconds: float) -> str:
-        """Why process 0 tells this one to stop, "" where it does not in time."""
+    def report(self, error: BaseException) -> bool:
+        """Tells process 0 that this one has failed; True where process 0, failing too, closes the checkpoints and needs this process for it.
+
+        Raises ProcessError when another process failed first, and this one's error comes from that.
+        """
+        if self._over:
+            return False
+        closing = False
+        if not isinstance(error, _OWN_WORDS):
+            closing, why = self._end_within(_NEWS_SECONDS)
+            if why:
+                self._over = True
+                raise ProcessError(why) from error
+        self._over = True
+        self._line.send(f"{type(error).__name__}: {error}".encode())
+        # Process 0 would report a closed connection, were this process gone before it has taken note.
+        return closing or self._end_within(2 * _GRACE_SECONDS)[0]
+
+    def _end_within(self, seconds: float) -> tuple[bool, str]:
+        """Whether process 0 closes the checkpoints, and why it tells this one to stop, as far as it does so in time."""
         with contextlib.suppress(queue.Empty):
             while True:
                 command, values, _ = self._inbox.get(timeout=seconds)
-                if command == Command.STOP:
-                    return values["why"]
-        return ""
+                if command in (Command.CLOSE, Command.STOP):
+                    return command == Command.CLOSE, values.get("why", "")
+        return False, ""
 
     def __enter__(self) -> "Follower":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is None or isinstance(error, ProcessError):
-            self._over = True
-            return
-        if not isinstance(error, _OWN_WORDS) and (why := self._stop_within(_NEWS_SECONDS)):
-            self._over = True
-            raise ProcessError(why) from error  # not this process's failure
+        if error is not None and not isinstance(error, ProcessError):
+            self.report(error)
         self._over = True
-        self._line.send(f"{kind.__name__}: {error}".encode())
-        self._stop_within(2 * _GRACE_SECONDS)  # process 0 would report a closed connection, were this one gone before it has taken note
 
 
 # -------------------------------------------------------------------------------------------------------------- joining
@@ -346,19 +358,17 @@ class LedCheckpointer:
 
 
 def follow(follower: Follower, learner: Learner, checkpoints: Checkpointer, params: PyTree) -> None:
-    """Makes each call that process 0 tells, on this process's part of the state, until process 0 closes the checkpoints.
-
-    They are closed here too, whatever happens: the processes wait for each other in it.
+    """Makes each call that process 0 tells, on this process's part of the state, until it is told to stop.
 
     Args:
       follower: the line to process 0.
       learner: built like process 0's.
-      checkpoints: of the run's directory.
+      checkpoints: of the run's directory; closed when process 0 closes its own, since the processes wait for each other in that.
       params: as they come from disk, the same on every process.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state: Any = None
-    with contextlib.closing(checkpoints):
+    try:
         while True:
             command, values, batches = follower.receive()
             match command:
@@ -374,9 +384,15 @@ def follow(follower: Follower, learner: Learner, checkpoints: Checkpointer, para
                     _gather(state.params)
                 case Command.SAVE:
                     checkpoints.save(values["step"], state, values["position"])
-                case Command.CLOSE | Command.STOP:
-                    break
+                case Command.CLOSE:
+                    checkpoints.close()
+                case Command.STOP:
+                    return
                 case Command.PREPARE:
                     raise AssertionError("process 0 prepares its followers once, before they follow")
-    while command != Command.STOP:
-        command, _, _ = follower.receive()
+    except ProcessError:
+        raise
+    except BaseException as error:
+        if follower.report(error):
+            checkpoints.close()
+        raise
