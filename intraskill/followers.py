@@ -21,6 +21,7 @@ import queue
 import secrets
 import socket
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -152,13 +153,15 @@ class Lead:
             self._stop_all(f"{self._names[number]} failed: {message.decode()}")
 
     def _stop_all(self, why: str) -> NoReturn:
-        self._end(why)
+        self._end(why, now=True)
+        for line in self._lines.values():  # JAX's service ends with this process, and its clients would speak of that
+            line.wait_until_gone(_NEWS_SECONDS)
         _end_process(f"{why}; look at that process's log, then start all processes again with --resume")
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, now: bool = False) -> None:
         self._over = True
         for line in self._lines.values():
-            line.end(_encode(Command.STOP, {"why": why}, ()))
+            line.end(_encode(Command.STOP, {"why": why, "now": now}, ()))
 
     def __enter__(self) -> "Lead":
         return self
@@ -174,56 +177,53 @@ class Follower:
 
     def __init__(self, connection: socket.socket, heartbeat_seconds: float):
         self._inbox: queue.SimpleQueue[tuple[Command, dict[str, Any], list[Batch]]] = queue.SimpleQueue()
-        self._over = False
+        self._over = False  # this process ends by itself
+        self._alone = False  # and process 0 does not end with it
         self._line = lines.Line(connection, heartbeat_seconds, self._received, self._lost)
         self._line.start()
 
     def receive(self) -> tuple[Command, dict[str, Any], list[Batch]]:
-        """The next call to make. Raises ProcessError when the run has failed elsewhere."""
+        """The next call to make. Raises ProcessError when process 0 has failed."""
         command, values, batches = self._inbox.get()
         if command == Command.STOP and values["why"]:
             raise ProcessError(values["why"])
         return command, values, batches
 
     def _received(self, message: bytes) -> None:
-        told = _decode(message)
+        told = command, values, _ = _decode(message)
         self._inbox.put(told)
-        if told[0] == Command.STOP and told[1]["why"]:
-            time.sleep(_GRACE_SECONDS)
-            if not self._over:  # in a call that process 0 will never make
-                _end_process(told[1]["why"])
+        if command == Command.STOP and values["why"]:
+            if not values["now"]:  # process 0 failed and ends in good order; so does this one, unless it is in a call that process 0 will never make
+                time.sleep(_NEWS_SECONDS)
+            if not self._over:
+                _end_process(values["why"])
 
     def _lost(self, why: str) -> None:
         if not self._over:
             _end_process(f"process 0 {why}; start all processes again with --resume")
-        self._inbox.put((Command.STOP, {"why": why}, []))
+        self._inbox.put((Command.STOP, {"why": why, "now": True}, []))
 
     def report(self, error: BaseException) -> bool:
-        """Tells process 0 that this one has failed; True where process 0, failing too, closes the checkpoints and needs this process for it.
-
-        Raises ProcessError when another process failed first, and this one's error comes from that.
-        """
+        """Tells process 0 that this one has failed; True where process 0, failing too, closes the checkpoints and needs this process for it."""
         if self._over:
             return False
-        closing = False
         if not isinstance(error, _OWN_WORDS):
-            closing, why = self._end_within(_NEWS_SECONDS)
-            if why:
-                self._over = True
-                raise ProcessError(why) from error
+            time.sleep(_NEWS_SECONDS)  # where this comes from the loss of another process, that ends this one meanwhile
         self._over = True
         self._line.send(f"{type(error).__name__}: {error}".encode())
         # Process 0 would report a closed connection, were this process gone before it has taken note.
-        return closing or self._end_within(2 * _GRACE_SECONDS)[0]
+        closing = self._end_within(2 * _GRACE_SECONDS) == Command.CLOSE
+        self._alone = not closing
+        return closing
 
-    def _end_within(self, seconds: float) -> tuple[bool, str]:
-        """Whether process 0 closes the checkpoints, and why it tells this one to stop, as far as it does so in time."""
+    def _end_within(self, seconds: float) -> Command | None:
+        """The first word of process 0 that ends the run, if it comes in time."""
         with contextlib.suppress(queue.Empty):
             while True:
-                command, values, _ = self._inbox.get(timeout=seconds)
+                command, _, _ = self._inbox.get(timeout=seconds)
                 if command in (Command.CLOSE, Command.STOP):
-                    return command == Command.CLOSE, values.get("why", "")
-        return False, ""
+                    return command
+        return None
 
     def __enter__(self) -> "Follower":
         return self
@@ -232,6 +232,10 @@ class Follower:
         if error is not None and not isinstance(error, ProcessError):
             self.report(error)
         self._over = True
+        if self._alone:  # leaving JAX in good order would mean waiting for the others
+            if not isinstance(error, _OWN_WORDS):
+                traceback.print_exception(error)
+            _end_process(str(error) or "interrupted")
 
 
 # -------------------------------------------------------------------------------------------------------------- joining

@@ -37,10 +37,17 @@ class Line:
         connection.settimeout(heartbeat_seconds)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+        self._listener = threading.Thread(target=self._listen, name="line-listen", daemon=True)
+
     def start(self) -> None:
         """Begins to listen and to give signs of life."""
-        for work in (self._listen, self._ping):
-            threading.Thread(target=work, name=f"line{work.__name__}", daemon=True).start()
+        self._listener.start()
+        threading.Thread(target=self._ping, name="line-ping", daemon=True).start()
+
+    def wait_until_gone(self, seconds: float) -> None:
+        """Returns when the other end has gone, or time is up. Not for the listening thread itself."""
+        if threading.current_thread() is not self._listener:
+            self._listener.join(seconds)
 
     def send(self, message: bytes) -> None:
         """Sends a message; where the other end takes none, `lost` is called."""
