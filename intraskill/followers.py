@@ -20,6 +20,7 @@ import os
 import queue
 import secrets
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -116,7 +117,7 @@ class Lead:
     def __init__(self, callers: Mapping[int, tuple[socket.socket, str]] | None = None, heartbeat_seconds: float = 0.0):
         self._names: dict[int, str] = {}
         self._lines: dict[int, lines.Line] = {}
-        self._over = False
+        self._over = self._stopping = False
         for number, (connection, host) in sorted((callers or {}).items()):
             self._names[number] = f"process {number} on {host}"
             self._lines[number] = lines.Line(
@@ -148,14 +149,20 @@ class Lead:
 
     def _failed(self, number: int, message: bytes) -> None:
         """A follower says that it failed. Most failures are everybody's, and process 0 has the better words for them."""
-        time.sleep(_GRACE_SECONDS)
-        if not self._over:
-            self._stop_all(f"{self._names[number]} failed: {message.decode()}")
+
+        def stop() -> None:
+            time.sleep(_GRACE_SECONDS)
+            if not self._over:
+                self._stop_all(f"{self._names[number]} failed: {message.decode()}")
+
+        threading.Thread(target=stop, daemon=True).start()  # the line goes on listening
 
     def _stop_all(self, why: str) -> NoReturn:
+        self._stopping = True
         self._end(why, now=True)
-        for line in self._lines.values():  # JAX's service ends with this process, and its clients would speak of that
-            line.wait_until_gone(_NEWS_SECONDS)
+        end = time.monotonic() + _GRACE_SECONDS
+        for line in self._lines.values():  # JAX's service ends with this process, and its clients would speak of nothing else
+            line.wait_until_gone(max(0.0, end - time.monotonic()))
         _end_process(f"{why}; look at that process's log, then start all processes again with --resume")
 
     def _end(self, why: str, now: bool = False) -> None:
@@ -169,6 +176,8 @@ class Lead:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._lines and kind is not None and not isinstance(error, _OWN_WORDS):
             time.sleep(_NEWS_SECONDS)  # where another process has died, the line to it ends this one
+        if self._stopping:
+            time.sleep(2 * _GRACE_SECONDS)  # it is about to
         self._end("" if kind is None else f"process 0 has ended the run: {error or kind.__name__}")
 
 
