@@ -315,7 +315,10 @@ def _gather(params: PyTree) -> PyTree:
 
     def one(x: jax.Array) -> np.ndarray | None:
         whole = jax.jit(_same, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
-        return np.asarray(whole) if jax.process_index() == 0 else whole.block_until_ready() and None
+        if jax.process_index() == 0:
+            return np.asarray(whole)
+        whole.block_until_ready()  # so that the next one is not gathered beside it
+        return None
 
     return jax.tree.map(one, params)
 
