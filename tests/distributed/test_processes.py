@@ -90,7 +90,7 @@ def test_a_process_that_hangs_is_given_up_after_the_heartbeat(launcher, tmp_path
     finally:
         os.kill(stopped.pid, signal.SIGKILL)
         stopped.wait()
-    assert "process 1 on " in first.stderr and "has said nothing for 5 s" in first.stderr
+    assert "process 1 on " in first.stderr and "has said nothing for 15 s" in first.stderr
 
 
 def test_a_process_that_fails_is_quoted(launcher, tmp_path):

@@ -158,7 +158,7 @@ def main() -> None:
         return
     address, number, process = (flag.partition("=")[2] for flag in flags)
     ending, _, manner = task.rpartition(":")
-    settings = ConfigDict({**SETTINGS, "heartbeat_seconds": 5.0}) if manner == "stopped" else SETTINGS
+    settings = ConfigDict({**SETTINGS, "heartbeat_seconds": 15.0}) if manner == "stopped" else SETTINGS
     with entry.one_line_errors(), followers.join(Place(address, int(number), int(process)), settings) as team:
         if isinstance(team, Follower):
             command, _, _ = team.receive()
