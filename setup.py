@@ -18,6 +18,7 @@ REQUIRES = [
     "optax>=0.2.6,<0.3",
     "orbax-checkpoint>=0.12,<0.13",
     "pandas>=3,<4",
+    "PyYAML>=6,<7",
     "rapidfuzz>=3.9,<4",
     "rich>=14,<16",
     "safetensors>=0.6,<1",

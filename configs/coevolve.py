@@ -4,9 +4,10 @@
 
 Not run by us: no accelerator was at hand. Four rounds of 20 steps generate 20,480 episodes and train on 10,240 in 160 updates; the
 published run took 209 to 245 s of rollout a step on four 80 GB devices. Mesh and numerics are for eight v5p chips; `launch/plan.py` shows what
-fits on which slice and names the settings for another (docs/plan.md). On GPUs set --config.model.attention=blocked. Episodes come from SGLang
-servers (docs/rollout.md says how to start them), or from `launch/serve_engine.py` where there is no SGLang; both must see the run's directory
-under the same path. Controls are words after a colon, `configs/coevolve.py:plain_grpo`; see configs/treatments.py.
+fits on which slice and names the settings for another (docs/plan.md). Each host of the slice starts the same command (docs/training.md,
+launch/pods/). Episodes come from SGLang servers (docs/rollout.md says how to start them), or from `launch/serve_engine.py` where there is no SGLang;
+all hosts and servers must see the run's directory under the same path. Controls are words after a colon, `configs/coevolve.py:plain_grpo`; see
+configs/treatments.py.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +24,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "checkpoint": "checkpoints/Qwen3.5-4B",
             "dtype": "bfloat16",
             "remat": "layer",
-            "attention": "splash",
+            "attention": "auto",  # the kernel on TPUs
             "chunk_size": 64,
             "piece_length": 4096,
             "scan_layers": True,
@@ -60,5 +61,6 @@ def get_config(variant: str = "") -> ConfigDict:
     )
     config.curriculum.update({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9})
     config.mesh.update({"data": 1, "fsdp": 8, "tensor": 1})
+    config.distributed.detect = True
     treatments.apply(config, variant.split(",") if variant else [], "configs/coevolve.py")
     return config

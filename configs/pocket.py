@@ -71,6 +71,7 @@ def _full() -> ConfigDict:
             "turn_seconds": 600.0,
             "start_seconds": 1800.0,
             "load_seconds": 900.0,
+            "shares_memory": False,  # the servers compute on the trainer's devices and lend it their memory while it updates
         }
     )
     # The objective's options and how episodes are packed: docs/training.md.
@@ -112,6 +113,9 @@ def _full() -> ConfigDict:
     config.checkpoint = ConfigDict({"every_steps": 1, "keep": 2, "keep_every": 0})
     # Floating-point operations a second that one device can do at model.dtype, by its maker's word; 0: unknown, and no share of it is reported.
     config.telemetry = ConfigDict({"peak_flops": 0.0})
+    # Several processes, one run (docs/training.md). detect: ask the cluster (TPU slice, GKE, Slurm) for them where no flag names them. start: how
+    # long they may take to find each other; heartbeat: how long one may say nothing before the others give up.
+    config.distributed = ConfigDict({"detect": False, "start_seconds": 300.0, "heartbeat_seconds": 60.0})
     return config
 
 

@@ -200,11 +200,11 @@ def _stopping_at(parts: Parts, step: int, batch: OptimizerBatch) -> Iterator[Non
         ) from error
 
 
-async def sync(parts: Parts, state: TrainState, version: int) -> tuple[Published, dict[str, Any]]:
+async def sync(parts: Parts, params: Any, version: int) -> tuple[Published, dict[str, Any]]:
     """Publishes the parameters and returns, with a metrics record, once the engine serves exactly them; older versions are removed."""
     start = time.monotonic()
     directory = parts.run.path / "weights"
-    published = publish(parts.config, directory, version, parts.policy.config, state.params)
+    published = publish(parts.config, directory, version, parts.policy.config, params)
     written = time.monotonic()
     await parts.engine.load_weights(published)
     health = await parts.engine.healthy()

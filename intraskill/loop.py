@@ -38,7 +38,7 @@ async def run(parts: Parts) -> dict[str, Any]:
         bank, curriculum = slow_loop.next_round(parts, bank, curriculum, pool, result, index)
         summary.write_round(parts, index, bare, masked, pool, result, bank, cases, time.time() - began)
     bank, _ = slow_loop.load_round(parts, parts.config.schedule.rounds)
-    published, _ = await fast_loop.sync(parts, state, position.step)
+    published, _ = await fast_loop.sync(parts, parts.lead.whole(state.params), position.step)
     final = await conditions(parts, published, bank, "final", "final-full")
     parts.export(state)
     return summary.write(parts, base, final, time.time() - start)
@@ -46,7 +46,7 @@ async def run(parts: Parts) -> dict[str, Any]:
 
 async def baseline(parts: Parts, bank: Bank) -> dict[str, Result]:
     """The committed policy before any update: bare validation, and the test conditions without and with the initial bank."""
-    published, _ = await fast_loop.sync(parts, parts.learner.init(parts.policy.params), 0)
+    published, _ = await fast_loop.sync(parts, parts.policy.params, 0)
     return {
         "base-validation": await slow_loop.bare_validation(parts, published, bank, "base-validation"),
         **await conditions(parts, published, bank, "base", "base-initial"),

@@ -4,6 +4,7 @@ Building checks everything that can be checked before hours are spent: the check
 together. Nothing here runs a stage.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from intraskill import weights
+from intraskill import followers, weights
 from intraskill.checkpoint import Checkpointer
+from intraskill.followers import Command, Follower, Lead, LedCheckpointer, LedLearner
 from intraskill.grpo.learner import Learner, OptimizerConfig, TrainState
 from intraskill.grpo.loss import ClippedPolicyGradient
 from intraskill.grpo.packing import Rows, pack_microbatches
@@ -83,6 +85,8 @@ _SIZES = {
     "checkpoint.every_steps": 1,
     "checkpoint.keep": 1,
     "checkpoint.keep_every": 0,
+    "distributed.start_seconds": 1,
+    "distributed.heartbeat_seconds": 1,
 }
 
 
@@ -138,6 +142,10 @@ def _check_pipeline(config: Any) -> None:
             "rollout.overlap = 1 with grpo.sampler_correction = 'none': overlapped tokens come from weights one step older than those that train, "
             "so set grpo.sampler_correction to truncate or mask, or rollout.overlap to 0"
         )
+    if overlap and config.engine.shares_memory:
+        raise InputError(
+            "rollout.overlap = 1 with engine.shares_memory: servers that lend their memory to the update cannot play beside it; set one of them to off"
+        )
     if not 0 <= peak < math.inf:
         raise InputError(f"telemetry.peak_flops = {peak}: must be the FLOP/s of one device, or 0 where it is not known")
 
@@ -160,9 +168,19 @@ def make_objective(config: Any) -> ClippedPolicyGradient:
     return ClippedPolicyGradient(**{f.name: settings[f.name] for f in dataclasses.fields(ClippedPolicyGradient) if f.name in settings})
 
 
-def numerics(config: Any) -> dict[str, Any]:
-    """How the model computes, apart from its shape: fields of ModelConfig. Parameters that train are float32."""
-    settings = config.model
+AUTO = "auto"  # model.attention: the TPU kernel on TPUs, XLA's own operations elsewhere
+
+
+def numerics(config: Any, platform: str = "") -> dict[str, Any]:
+    """How the model computes, apart from its shape: fields of ModelConfig. Parameters that train are float32.
+
+    Args:
+      config: of the run.
+      platform: what it computes on, "tpu", "gpu" or "cpu"; this process's unless given.
+    """
+    settings = dict(config.model)
+    if settings.get("attention") == AUTO:
+        settings["attention"] = "splash" if (platform or jax.default_backend()) == "tpu" else "blocked"
     names = ("dtype", "remat", "attention", "chunk_size", "piece_length", "scan_layers")
     # The config of a run that was recorded before a field existed lacks it; such a run did what the default does.
     return {"param_dtype": "float32", **{name: settings[name] for name in names if name in settings}}
@@ -181,9 +199,7 @@ class Policy:
 def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     """Loads `config.model.checkpoint` (HF layout) and the sampling of `config.rollout`."""
     directory = Path(config.model.checkpoint)
-    if config.model.attention == "splash" and jax.default_backend() != "tpu":
-        raise InputError(f"model.attention = splash is a TPU kernel and this machine computes on {jax.default_backend()}: set blocked")
-    shape, params = hf.load_hf(directory, **numerics(config))
+    shape, params = _load_params(config)
     chat = Chat(load_tokenizer(directory), tools, thinking=config.model.thinking)
     sampling = Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
@@ -194,10 +210,27 @@ def load_policy(config: Any, tools: Sequence[Mapping[str, Any]]) -> Policy:
     return Policy(shape, params, chat, sampling)
 
 
+def _load_params(config: Any) -> tuple[ModelConfig, Any]:
+    """Shape and parameters of the policy, in the host's memory where no engine of this process computes with them."""
+    if config.model.attention == "splash" and jax.default_backend() != "tpu":
+        raise InputError(f"model.attention = splash is a TPU kernel and this machine computes on {jax.default_backend()}: set blocked")
+    try:
+        device = jax.local_devices(backend="cpu")[0] if config.engine.kind == SGLANG else None
+    except RuntimeError as error:
+        raise InputError(f"JAX may not use this host's memory ({error}): add cpu to JAX_PLATFORMS, e.g. tpu,cpu, or unset it") from error
+    with jax.default_device(device):
+        return hf.load_hf(config.model.checkpoint, **numerics(config))
+
+
 def make_learner(config: Any, shape: ModelConfig, sampling: Sampling, devices: Sequence[Any] | None = None) -> Learner:
     """The learner under the sampler's own temperature and banned ids, on the configured mesh over `devices`, this machine's unless given."""
     settings = config.grpo
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    if jax.process_count() > 1 and devices is None and math.prod(sizes) != jax.device_count():
+        raise InputError(
+            f"mesh data x fsdp x tensor = {math.prod(sizes)}, but the {jax.process_count()} processes have {jax.device_count()} devices: "
+            "a mesh over several processes takes all of them"
+        )
     if settings.rows_per_microbatch % (sizes[0] * sizes[1]):
         raise InputError(f"grpo.rows_per_microbatch = {settings.rows_per_microbatch} is not a multiple of mesh data x fsdp = {sizes[0] * sizes[1]}")
     optimizer = OptimizerConfig(
@@ -227,9 +260,20 @@ def check_engine(config: Any) -> None:
         raise InputError(f"engine.kind = {settings.kind!r}: choose one of {', '.join(ENGINES)}")
     if settings.kind == SGLANG and not settings.addresses:
         raise InputError("engine.addresses is empty: give the servers' addresses, e.g. --config.engine.addresses=\"('http://127.0.0.1:30000',)\"")
+    if settings.shares_memory and settings.kind != SGLANG:
+        raise InputError(f"engine.shares_memory with engine.kind = {settings.kind}: only SGLang servers can leave their memory to the trainer")
     for name, known in (("dtype", weights.DTYPES), ("layout", weights.LAYOUTS)):
         if settings[name] not in known:
             raise InputError(f"engine.{name} = {settings[name]!r}: choose one of {', '.join(known)}")
+
+
+def check_processes(config: Any, lead: Lead) -> None:
+    """Refuses what a run of several processes cannot do."""
+    if lead.num_processes > 1 and config.engine.kind == EMBEDDED:
+        raise InputError(
+            f"engine.kind = {EMBEDDED} with {lead.num_processes} processes: the embedded engine computes in one process only; start servers with "
+            f"launch/serve_engine.py and set engine.kind = {SGLANG} and engine.addresses"
+        )
 
 
 def make_engine(config: Any, policy: Policy) -> JaxEngine | SGLangEngine:
@@ -297,13 +341,14 @@ class Parts:
     progress: Progress
     profiler: Profiler
     policy: Policy
-    learner: Learner
+    lead: Lead
+    learner: LedLearner
     reference: Any  # frozen parameters for the objective's KL term; None without one
     engine: JaxEngine | SGLangEngine
     shop: Shop
     shop_identity: str
     analyst: RuleAnalyst
-    checkpoints: Checkpointer
+    checkpoints: LedCheckpointer
     initial_bank: Bank
     general_words: frozenset[str]
     tasks: Mapping[str, Sequence[Task]]
@@ -320,8 +365,15 @@ class Parts:
         """The policy as a Hugging Face directory like the one it started from, tokenizer included: `export/` in the run."""
         directory = self.run.path / "export"
         if not directory.exists():  # it appears complete or not at all, so a resumed run need not write it twice
-            hf.save_hf(directory, self.policy.config, state.params, source=self.config.model.checkpoint)
+            hf.save_hf(directory, self.policy.config, self.lead.whole(state.params), source=self.config.model.checkpoint)
         return directory
+
+    def engines_aside(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Around an update: engines that share the trainer's devices leave their memory to it."""
+        if self.config.engine.shares_memory:
+            assert isinstance(self.engine, SGLangEngine)  # see `check_engine`
+            return self.engine.lending_memory()
+        return contextlib.nullcontext()
 
     async def close(self) -> None:
         """Lets go of the engine and closes the files."""
@@ -358,6 +410,12 @@ async def load(config: Any, shop: Shop) -> Inputs:
     return Inputs(policy, make_learner(config, policy.config, policy.sampling), make_engine(config, policy), bank, mechanisms, tasks)
 
 
+def make_checkpointer(config: Any, run: Path, shape: ModelConfig) -> Checkpointer:
+    """The run's checkpoints. Where there are several processes, each has to call this, once the run's directory is there."""
+    settings, directory = config.checkpoint, run / "checkpoints"
+    return Checkpointer(directory, model_config=dataclasses.asdict(shape), keep_last=settings.keep, keep_every=settings.keep_every or None)
+
+
 def build(
     config: Any,
     inputs: Inputs,
@@ -365,12 +423,18 @@ def build(
     progress: Progress,
     shop: Shop,
     shop_identity: str,
+    lead: Lead,
     *,
     wandb: bool = False,
     profile: range = range(0),
 ) -> Parts:
-    """Builds analyst and records around `inputs`; `wandb` and `profile`, steps to record, are how this process is watched and no part of the run."""
+    """Builds analyst and records around `inputs`, and has the other processes build what they need.
+
+    `wandb` and `profile`, steps to record, are how this process is watched and no part of the run.
+    """
     policy = inputs.policy
+    lead.tell(Command.PREPARE, {"run": str(run.path), "temperature": policy.sampling.temperature, "banned_ids": list(policy.sampling.banned_ids)})
+    learner, checkpoints = LedLearner(lead, inputs.learner), LedCheckpointer(lead, make_checkpointer(config, run.path, policy.config))
     wordings = [text for options in inputs.mechanisms.values() for wording in options for text in wording.texts]
     return Parts(
         config=config,
@@ -379,22 +443,29 @@ def build(
         progress=progress,
         profiler=Profiler(run.path / "profile", profile),
         policy=policy,
-        learner=inputs.learner,
-        reference=inputs.learner.reference(policy.params) if config.grpo.kl_coefficient > 0 else None,
+        lead=lead,
+        learner=learner,
+        reference=learner.reference(policy.params) if config.grpo.kl_coefficient > 0 else None,
         engine=inputs.engine,
         shop=shop,
         shop_identity=shop_identity,
         analyst=RuleAnalyst(shop, inputs.mechanisms),
-        checkpoints=Checkpointer(
-            run.path / "checkpoints",
-            model_config=dataclasses.asdict(policy.config),
-            keep_last=config.checkpoint.keep,
-            keep_every=config.checkpoint.keep_every or None,
-        ),
+        checkpoints=checkpoints,
         initial_bank=inputs.bank,
         general_words=firewall.vocabulary([*wordings, *(chunk.text for chunk in inputs.bank.chunks)]),
         tasks=inputs.tasks,
     )
+
+
+def follow(config: Any, follower: Follower) -> None:
+    """All that a process other than the first does in a run: it reads the policy, and makes the calls that process 0 makes."""
+    shape, params = _load_params(config)
+    command, told, _ = follower.receive()
+    if command != Command.PREPARE:  # process 0 ended before it came so far
+        return
+    sampling = Sampling(1, temperature=told["temperature"], banned_ids=tuple(told["banned_ids"]))
+    checkpoints = make_checkpointer(config, Path(told["run"]), shape)
+    followers.follow(follower, make_learner(config, shape, sampling), checkpoints, params)
 
 
 def export_run(run: Path, directory: Path, dtype: str | None) -> int:

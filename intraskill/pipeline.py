@@ -35,7 +35,7 @@ async def fast_round(
     def play(step: int, first_group: int) -> Coroutine[Any, Any, Played]:
         return fast_loop.rollout(parts, bank, curriculum, round_index, step, first_group)
 
-    published, _ = await fast_loop.sync(parts, state, position.step)
+    published, _ = await fast_loop.sync(parts, parts.lead.whole(state.params), position.step)
     ahead: Played | None = None
     began = time.monotonic()
     for step in steps:
@@ -47,8 +47,9 @@ async def fast_round(
                 both: list[Coroutine[Any, Any, Any]] = [training, play(step + 1, position.next_group + len(played.groups))]
                 state, ahead = await gather(both)
             else:
-                state, ahead = await training, None
-            published, record = await fast_loop.sync(parts, state, step + 1)
+                async with parts.engines_aside():
+                    state, ahead = await training, None
+            published, record = await fast_loop.sync(parts, parts.lead.whole(state.params), step + 1)
             ended = time.monotonic()
             parts.metrics.write({"kind": "sync", "round": round_index, "step": step, **record, "step_seconds": ended - began})
             began = ended

@@ -340,6 +340,10 @@ class Health:
     detail: str = ""
 
 
+class ProcessError(RuntimeError):
+    """Another process of the run is missing, has died or has failed, so that this one cannot go on."""
+
+
 class EngineError(RuntimeError):
     """An engine could not do what was asked; the episode is technical, never a scored failure."""
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -171,7 +172,12 @@ def _versions(directory: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
 
 
 def _checkpointer() -> ocp.Checkpointer:
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False))
+    """Of this process alone: where a run has several, the others take no part in publishing, and do not wait for each other."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(), active_processes={jax.process_index()}, barrier_sync_key_prefix=f"weights_{jax.process_index()}"
+    )
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False, multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 # ------------------------------------------------------------------------------------------------------------------ read

@@ -34,7 +34,7 @@ from absl import app, flags  # noqa: E402
 from absl import logging as absl_logging  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
 
-from intraskill.types import EngineError, InputError, ShopError  # noqa: E402
+from intraskill.types import EngineError, InputError, ProcessError, ShopError  # noqa: E402
 from shop_env.errors import ShopEnvError  # noqa: E402
 
 INTERRUPTED = 130
@@ -50,7 +50,7 @@ def one_line_errors(hint: Callable[[], str] = str) -> Iterator[None]:
     """Turns expected errors into one line and an exit status; anything else is a bug and keeps its traceback."""
     try:
         yield
-    except (InputError, EngineError, ShopError, ShopEnvError) as error:
+    except (InputError, EngineError, ProcessError, ShopError, ShopEnvError) as error:
         sys.exit(_report(str(error), 2))
     except OSError as error:
         sys.exit(_report(f"{error}; check the path, its permissions and the space left on its disk", 2))

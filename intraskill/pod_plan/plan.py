@@ -59,7 +59,7 @@ class Plan:
 
 def model_shape(config: Any, topology: Topology) -> tuple[ModelConfig, str]:
     """The model's shape, of the checkpoint or, where that directory does not exist yet, of the published 4B; and which."""
-    numerics = parts.numerics(config)
+    numerics = parts.numerics(config, topology.kind)
     if topology.kind != "tpu":
         numerics["attention"] = "blocked"  # the kernel is for TPUs
     directory = Path(config.model.checkpoint)

@@ -183,6 +183,17 @@ class Replica:
         await self.call("POST", "/continue_generation", {}, load)
         self.settled = True
 
+    async def lend_memory(self) -> None:
+        """Gives up the memory of weights and caches on the devices; there must be no turn. Until it is back, only the weights' version is known."""
+        self.settled = False  # what the weights' memory holds afterwards is anything: only an update makes it good
+        await self.call("POST", "/pause_generation", {"mode": "retract"}, self._limits.load_seconds)
+        await self.call("POST", "/release_memory_occupation", {}, self._limits.load_seconds, parse=False)
+
+    async def take_memory_back(self) -> None:
+        """Takes it back, except where the server was restarted meanwhile: that one has lent nothing, and does not survive being asked."""
+        if await self.version_name() == str(self.versions[-1]):
+            await self.call("POST", "/resume_memory_occupation", {}, self._limits.load_seconds, parse=False)
+
     async def _open_session(self) -> None:
         try:
             await self.call("POST", "/begin_weight_update", {}, self._limits.load_seconds)

@@ -10,9 +10,10 @@ received whole is used.
 
 import asyncio
 import collections
+import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
 import aiohttp
 
@@ -118,6 +119,29 @@ class SGLangEngine:
                 if outcome is not None and not isinstance(outcome, Transient):
                     raise outcome
             await self._somebody()
+
+    @contextlib.asynccontextmanager
+    async def lending_memory(self) -> AsyncIterator[None]:
+        """For the block, the servers give up their memory on devices that they share with the trainer. `load_weights` has to follow.
+
+        The servers must have been started with `--enable-memory-saver`. A server that does not answer is looked after like any other that is lost.
+
+        Raises:
+          EngineError: a server refuses.
+        """
+        lenders = [r for r in self._replicas if r.serving]
+        await self._each(lenders, Replica.lend_memory)
+        try:
+            yield
+        finally:
+            await self._each([r for r in lenders if r.serving], Replica.take_memory_back)
+
+    async def _each(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]) -> None:
+        for replica, outcome in zip(replicas, await asyncio.gather(*map(call, replicas), return_exceptions=True), strict=True):
+            if isinstance(outcome, Transient):
+                self._suspect(replica, str(outcome))
+            elif outcome is not None:
+                raise outcome
 
     async def healthy(self) -> Health:
         """Reads the digest of every serving replica's live parameters anew."""

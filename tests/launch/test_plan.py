@@ -104,7 +104,7 @@ def update_of_the_4b():
     config.grpo.update({"row_length": 8192, "trained_per_row": 4096})
     topology = Topology.parse("cpu:8")
     config.update_from_flattened_dict(steps.spread(config, topology))
-    shape = dataclasses.replace(QWEN35_4B, **parts.numerics(config))
+    shape = dataclasses.replace(QWEN35_4B, **parts.numerics(config, "tpu"))
     return shape, *steps.train_programs(config, shape, topology.devices())
 
 

@@ -66,7 +66,7 @@ class Process:
 class ForkServer:
     """The end that tests hold."""
 
-    def __init__(self, scratch: Path):
+    def __init__(self, scratch: Path, **environment: str):
         from launch import entry  # not at the top: the script that runs this file has no such package yet
 
         self._scratch, self._count = scratch, 0
@@ -74,7 +74,7 @@ class ForkServer:
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             cwd=ROOT,
-            env={**os.environ, **entry.ALLOCATOR},
+            env={**os.environ, **entry.ALLOCATOR, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
