@@ -144,7 +144,7 @@ def _check_pipeline(config: Any) -> None:
         )
     if overlap and config.engine.shares_memory:
         raise InputError(
-            "rollout.overlap = 1 with engine.shares_memory: servers that lend their memory to the update cannot play beside it; set one of them to off"
+            "rollout.overlap = 1 with engine.shares_memory: a server cannot play while its memory is lent to the update; switch one of them off"
         )
     if not 0 <= peak < math.inf:
         raise InputError(f"telemetry.peak_flops = {peak}: must be the FLOP/s of one device, or 0 where it is not known")

@@ -51,8 +51,8 @@ async def step(path: Path, engine: Engine, *, first=0, bank=BANK, **changes):
     """One step's rollout: groups, admission, and what was said."""
     config = settings(**changes)
     parts, lines = make_parts(path, config, engine)
-    groups, admission = await fast_loop.rollout(parts, bank, slow_loop.make_curriculum(config, bank, {}), 0, 0, first)
-    return groups, admission, [line["said"] for line in lines if "said" in line]
+    played = await fast_loop.rollout(parts, bank, slow_loop.make_curriculum(config, bank, {}), 0, 0, first)
+    return played.groups, played.admission, [line["said"] for line in lines if "said" in line]
 
 
 def file_of(path: Path, index: int) -> Path:
