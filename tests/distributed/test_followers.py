@@ -20,7 +20,7 @@ def batch(seed: int) -> Batch:
     ints = {name: rng.integers(0, 9, (2, 5), dtype=np.int32) for name in ("tokens", "positions", "segment_ids")}
     trained = {name: rng.integers(0, 5, (2, 3), dtype=np.int32) for name in ("index", "targets", "episode")}
     reals = {name: np.where(mask, rng.normal(size=(2, 3)), 0).astype(np.float32) for name in ("weight", "advantage")}
-    logprobs = {name: rng.normal(size=(2, 3)).astype(np.float32) for name in ("sampler_logprobs", "old_logprobs")}
+    logprobs = {name: rng.normal(size=(2, 3)).astype(np.float32) for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs")}
     return Batch(**ints, **trained, **reals, **logprobs, mask=mask)
 
 
