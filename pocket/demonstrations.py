@@ -2,21 +2,23 @@
 
 Both are token sequences in the agent's own chat format, played in the real shop. A demonstration performs each careful procedure with
 a high probability when a chunk of its mechanism is in the prompt and with a lower one when it is not; that is how chunks come to matter.
-A drill opens pages at random and asks for many verdicts, so that looking things up is learned before it is needed.
+A drill opens pages at random and asks for many verdicts, so that looking things up is learned before it is needed. Now and then a demonstration
+slips: it makes a click that the shop refuses, which is not trained, and recovers, which is.
 """
 
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from intraskill.grpo.packing import Episode
 from intraskill.rollout.chat import Chat
 from intraskill.types import Chunk, Task, ToolCall
-from pocket.skills import mechanisms
+from pocket.skills import Mechanism, mechanisms
 from shop_env.scripted import Action, Shopper, read_instruction
 from shop_env.session import Session, Shop
 from shop_env.synthetic import COLOURS, SIZES
+from shop_env.tasks import Task as ShopTask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +31,9 @@ class DemonstrationConfig:
       stale: P(the second row is opened first | the stale chunk in the prompt).
       bare: share of episodes with no chunk; otherwise each chunk is included with probability one half.
       drills: share of drill episodes.
+      slip: P(a refused click is made first) at each turn where one is easily made.
       observation_weight: loss weight of a shop token, against 1 for a token that the policy writes in a demonstration.
-      answer_weight: loss weight of a drill's answer.
+      answer_weight: loss weight of a drill's answer: a need or a verdict.
     """
 
     present: float = 0.97
@@ -38,8 +41,15 @@ class DemonstrationConfig:
     stale: float = 0.85
     bare: float = 0.3
     drills: float = 0.5
+    slip: float = 0.06
     observation_weight: float = 0.3
     answer_weight: float = 3.0
+
+
+def reworded(rng: random.Random, mechanism: Mechanism) -> Chunk:
+    """A chunk of `mechanism` whose three texts are drawn one by one from its paraphrases: its words matter, not their exact sequence."""
+    title, when, procedure = (rng.choice(mechanism.paraphrases) for _ in range(3))
+    return dataclasses.replace(title, applies_when=when.applies_when, procedure=procedure.procedure)
 
 
 class _Writer:
@@ -64,16 +74,16 @@ class Demonstrator:
 
     Args:
       shops: worlds of their own, never the one the policy is trained or tested on afterwards.
+      drill_shops: the same for drills: worlds where more is out of stock, so that "no" has occasions.
       chat: the pocket tokenizer's chat.
       config: see `DemonstrationConfig`.
     """
 
-    def __init__(self, shops: list[Shop], chat: Chat, config: DemonstrationConfig):
-        self._shops = shops
+    def __init__(self, shops: list[Shop], drill_shops: list[Shop], chat: Chat, config: DemonstrationConfig):
+        self._shops, self._drill_shops = shops, drill_shops
         self._chat = chat
         self._config = config
         self._absent: Mapping[str, float] = dict(config.absent)
-        self._tasks = [sorted(shop.world.tasks) for shop in shops]
         self._assistant = functools.lru_cache(maxsize=65536)(lambda a: tuple(chat.assistant(a.thought, ToolCall(a.tool, a.arguments))))
         self._result = functools.lru_cache(maxsize=65536)(lambda text: tuple(chat.tool_result(text)))
 
@@ -83,15 +93,14 @@ class Demonstrator:
         while True:
             yield self.drill(rng) if rng.random() < self._config.drills else self.demonstration(rng)[0]
 
-    def _draw(self, rng: random.Random):
-        which = rng.randrange(len(self._shops))
-        shop = self._shops[which]
-        return shop, shop.world.tasks[rng.choice(self._tasks[which])]
+    def _draw(self, rng: random.Random, shops: list[Shop]) -> tuple[Shop, ShopTask]:
+        shop = rng.choice(shops)
+        return shop, shop.world.tasks[rng.choice(list(shop.world.tasks))]
 
     def _chunks(self, rng: random.Random) -> list[Chunk]:
         if rng.random() < self._config.bare:
             return []
-        chunks = [rng.choice(m.paraphrases) for m in mechanisms().values() if rng.random() < 0.5]
+        chunks = [reworded(rng, m) for m in mechanisms().values() if rng.random() < 0.5]
         rng.shuffle(chunks)
         return chunks
 
@@ -104,7 +113,7 @@ class Demonstrator:
 
     def demonstration(self, rng: random.Random) -> tuple[Episode, bool]:
         """One played episode and whether it succeeded."""
-        shop, task = self._draw(rng)
+        shop, task = self._draw(rng, self._shops)
         chunks = self._chunks(rng)
         shopper = self.shopper(rng, task, chunks)
         session = Session(shop, task)
@@ -112,6 +121,15 @@ class Demonstrator:
         writer = _Writer(self._chat, self._chat.prompt(Task(task.id, task.instruction, task.persona), chunks, observation))
         while True:
             action = shopper.act(observation)
+            slip = self._slip(rng, observation, action)
+            if slip is not None:
+                writer.add(self._assistant(slip), 0.0)
+                step = session.step(slip.tool, slip.arguments)
+                if step.done:
+                    return writer.episode(), step.success
+                observation = step.observation
+                writer.add(self._result(observation), self._config.observation_weight)
+                action = shopper.act(observation)
             writer.add(self._assistant(action), 1.0)
             step = session.step(action.tool, action.arguments)
             if step.done:
@@ -119,12 +137,28 @@ class Demonstrator:
             observation = step.observation
             writer.add(self._result(observation), self._config.observation_weight)
 
+    def _slip(self, rng: random.Random, observation: str, action: Action) -> Action | None:
+        """A click in place of `action` that the shop will refuse, or None: most often, and where none is easily made."""
+        if rng.random() >= self._config.slip:
+            return None
+        lines = observation.split("\n")
+        if lines[0].startswith("product ") and "=" in action.argument:
+            axis = action.argument.split("=")[0]
+            offered = next(line for line in lines if line.startswith(f"{axis} ")).split(" ")
+            absent = [v for v in (COLOURS if axis == "colour" else SIZES) if v not in offered]
+            return dataclasses.replace(action, argument=f"{axis}={rng.choice(absent)}") if absent else None
+        if lines[0].startswith("results ") and 1 < len(lines) < 6 and action.argument in "ABCDE":
+            return Action("", "click", "ABCDE"[len(lines) - 1])
+        if " missing " in lines[0]:
+            return Action("", "click", "buy now")
+        return None
+
     def drill(self, rng: random.Random) -> Episode:
         """The needs recited, two random pages with many verdicts, then a price verdict; the loss is on the answers only.
 
         Reciting comes first in every sense: nothing else can be learned before the policy can find a word in its prompt.
         """
-        shop, task = self._draw(rng)
+        shop, task = self._draw(rng, self._drill_shops)
         wish = read_instruction(task.instruction)
         session = Session(shop, task)
         product = shop.world.catalog[task.goal.product_id]
@@ -141,12 +175,15 @@ class Demonstrator:
             writer.add(self._result(step.observation), 0.0)
             return step.observation
 
-        needs = [*wish.attributes, wish.kind, wish.stated_axis, wish.stated_value]
         open_axis = "size" if wish.stated_axis == "colour" else "colour"
-        needs += [open_axis, task.persona[f"likes {open_axis}"], "budget", f"${budget}"]
+        wanted = {wish.stated_axis: ("in", wish.stated_value), open_axis: ("likes", task.persona[f"likes {open_axis}"])}
+        needs = [*wish.attributes, wish.kind]
+        for axis in (wish.stated_axis, open_axis):
+            needs += [wanted[axis][0], axis, wanted[axis][1]]
+        needs += ["budget", f"${budget}"]
         query = f"{rng.choice(pool)} {wish.kind}"
         ids = self._assistant(Action(" ".join(["need", *needs]), "search", query))
-        writer.add(ids, self._answer_weights(ids, [i for i, word in enumerate(needs, 1) if word not in ("colour", "size", "budget")]))
+        writer.add(ids, self._answer_weights(ids, [i for i, word in enumerate(needs, 1) if word not in ("colour", "size", "budget", "in", "likes")]))
         step = session.step("search", {"query": query})
         writer.add(self._result(step.observation), 0.0)
         results = step.observation
@@ -169,23 +206,27 @@ class Demonstrator:
         return writer.episode()
 
     def _verdicts(self, rng: random.Random, text: str, pool: list[str]) -> tuple[str, list[int]]:
-        """A thought with verdicts on random attributes and options, about half of them "no", and the word indices of the verdicts."""
+        """A thought with verdicts on random attributes and options, about half of them "no", and the word indices of the verdicts.
+
+        Not on the needs: those stand in the prompt as well, so that seeing them there would pass for seeing them on the page.
+        """
         lines = [line.split(" ") for line in text.split("\n")[1:]]
         has = set(lines[0][1:])
         offers = {line[0]: set(line[1:]) for line in lines[1:]}
         words: list[str] = []
         answers = []
-        for _ in range(6):
-            source = sorted(has) if rng.random() < 0.5 else [a for a in pool if a not in has]
-            words.append(rng.choice(source))
-            answers.append(len(words))
-            words.append("yes" if words[-1] in has else "no")
-        for axis, values in (("colour", COLOURS), ("size", SIZES)):
-            absent = [v for v in values if v not in offers[axis]]
-            source = absent if absent and rng.random() < 0.5 else [v for v in values if v in offers[axis]]
-            words += [axis, rng.choice(source)]
-            answers.append(len(words))
-            words.append("yes" if words[-1] in offers[axis] else "no")
+
+        def verdict(listed: set[str], known: Sequence[str]) -> None:
+            absent = [w for w in known if w not in listed]
+            word = rng.choice(absent if absent and rng.random() < 0.5 else [w for w in known if w in listed])
+            answers.append(len(words) + 1)
+            words.extend([word, "yes" if word in listed else "no"])
+
+        for _ in range(8):
+            verdict(has, pool)
+        for axis, values in (("colour", COLOURS), ("size", SIZES)) * 2:
+            words.append(axis)
+            verdict(offers[axis], values)
         return " ".join(words), answers
 
     def _answer_weights(self, ids: tuple[int, ...], answers: list[int]) -> tuple[float, ...]:

@@ -28,8 +28,10 @@ def kinds(action: Action, wish: Wish) -> list[str]:
         for i, word in enumerate(words):
             if word in ("yes", "no"):
                 labels[i] = f"{'option' if i >= 2 and words[i - 2] in ('colour', 'size') else 'attribute'} {word}"
+            elif word in ("in", "likes"):
+                labels[i] = "source"
             elif word not in ("colour", "size"):
-                labels[i] = "need recall"
+                labels[i] = "value recall" if words[i - 1] in ("colour", "size") else "attribute recall"
     if action.tool == "search":
         return [*labels, "", *["query copy"] * len(action.argument.split())]
     if "=" in action.argument:

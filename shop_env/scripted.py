@@ -81,6 +81,7 @@ class Shopper:
         self._more = False
         self._turned = False
         self._choices: dict[str, str] = {}
+        self._intended = Action("", "click", "back to search")
 
     def wanted(self, axis: str) -> str | None:
         """The option value to look for, or None when the shopper has no opinion."""
@@ -88,9 +89,19 @@ class Shopper:
             return self.wish.stated_value if "stated" in self.does else self._likes[axis]
         return self._likes[axis] if "persona" in self.does else None
 
+    def source(self, axis: str) -> str:
+        """The word that stands before the axis where the wanted value is written: "in" the instruction, what the persona "likes"."""
+        return "in" if axis == self.wish.stated_axis and "stated" in self.does else "likes"
+
     def act(self, observation: str) -> Action:
         """The next action, given the shop's last answer."""
+        self._intended = self._next(observation)
+        return self._intended
+
+    def _next(self, observation: str) -> Action:
         head = observation.split(" ", 1)[0]
+        if head == "invalid":
+            return self._recover(observation)
         if head == "search":
             return self._search()
         if head == "results":
@@ -98,6 +109,12 @@ class Shopper:
         if head == "product":
             return self._inspect(observation)
         return self._choose(observation)
+
+    def _recover(self, observation: str) -> Action:
+        """After a refused click (a demonstration may slip): leave a page whose option is not there, otherwise do what was meant."""
+        if "=" in self._intended.argument and " missing " not in observation and self._may_leave:
+            return Action("", "click", "previous")
+        return dataclasses.replace(self._intended, thought="")
 
     def _search(self) -> Action:
         words = self.wish.attributes if "query" in self.does else (self._rng.choice(self.wish.attributes),)
@@ -128,11 +145,12 @@ class Shopper:
                 reject = thought[-1] == "no"
                 if reject:
                     break
-        if "stock" in self.does and not reject:
-            for axis in _AXES:
-                value = self.wanted(axis)
-                if value is not None:
-                    thought += [axis, value, "yes" if value in options[axis] else "no"]
+        for axis in _AXES if not reject else ():
+            value = self.wanted(axis)
+            if value is not None:
+                thought += [self.source(axis), axis, value]
+                if "stock" in self.does:
+                    thought.append("yes" if value in options[axis] else "no")
                     reject = thought[-1] == "no"
                     if reject:
                         break

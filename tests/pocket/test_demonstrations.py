@@ -1,25 +1,28 @@
 """Demonstrations and drills, checked from their tokens alone: what is trained, and that every answer is right."""
 
+import dataclasses
 import itertools
 import random
 import re
 
 import pytest
 
-from pocket.demonstrations import DemonstrationConfig, Demonstrator
+from pocket import tokenizer
+from pocket.demonstrations import DemonstrationConfig, Demonstrator, reworded
 from pocket.skills import mechanisms
 from shop_env.scripted import read_instruction
-from shop_env.session import Session
+from shop_env.session import Session, Shop
+from shop_env.synthetic import SyntheticConfig, generate
 
-CONFIG = DemonstrationConfig(bare=0.3, drills=0.5, observation_weight=0.25, answer_weight=4.0)
+CONFIG = DemonstrationConfig(bare=0.3, drills=0.5, slip=0.0, observation_weight=0.25, answer_weight=4.0)
 _TURN = re.compile(
     r"<think>\n(.*?)\n</think>\n\n<tool_call>\n<function=(\w+)>\n<parameter=(\w+)>\n(.*?)\n</parameter>\n</function>\n</tool_call><\|im_end\|>", re.S
 )
 
 
 @pytest.fixture(scope="module")
-def demonstrator(chat, shops):
-    return Demonstrator(shops, chat, CONFIG)
+def demonstrator(chat, shops, drill_shops):
+    return Demonstrator(shops, drill_shops, chat, CONFIG)
 
 
 def spans(chat, episode):
@@ -72,6 +75,41 @@ def test_a_demonstration_is_a_conversation_that_the_shop_would_have_had(chat, de
     assert 5 < successes < 30
 
 
+def test_slips_are_refused_untrained_and_recovered_from(chat, shops, drill_shops):
+    source = Demonstrator(shops, drill_shops, chat, dataclasses.replace(CONFIG, slip=0.3))
+    rng = random.Random(3)
+    left, repeated, wins = 0, 0, 0
+    for _ in range(80):
+        episode, success = source.demonstration(rng)
+        wins += success
+        weights = [set(episode.token_weights[start:stop]) for start, stop, writes in spans(chat, episode) if writes]
+        _, _, observations, turns = read(chat, episode)
+        for i, answer in enumerate(observations[1:]):
+            refused = answer.startswith("invalid ")
+            assert weights[i] == {0.0 if refused else 1.0}
+            if refused:
+                left += turns[i + 1][2] == "previous"
+                repeated += turns[i + 1][2] not in ("previous", turns[i][2])
+    assert left >= 10 and repeated >= 10 and wins >= 20
+
+
+def test_no_token_of_the_stream_is_spelled_by_letters(chat):
+    worlds = [[Shop(generate(SyntheticConfig(seed=60, **hazards)), 5, 22)] for hazards in ({}, {"colour_stock": 0.6, "size_stock": 0.6})]
+    source = Demonstrator(*worlds, chat, dataclasses.replace(CONFIG, slip=0.3))
+    for episode in itertools.islice(source.stream(0), 100):
+        found = chat._tokenizer.convert_ids_to_tokens(episode.tokens)
+        assert not [t for t in found if t.startswith("##") or t == tokenizer.UNKNOWN]
+
+
+def test_a_reworded_chunk_mixes_the_paraphrases_of_its_own_mechanism_and_never_the_held_out_words():
+    rng = random.Random(0)
+    for mechanism in mechanisms().values():
+        texts = {reworded(rng, mechanism).text for _ in range(2000)}
+        assert {c.text for c in mechanism.paraphrases} < texts
+        assert not {c.text for c in mechanism.held_out} & texts
+        assert {t.split(":")[0] for t in texts} == {c.title for c in mechanism.paraphrases}
+
+
 def test_drills_answer_right_and_train_the_answers_only(chat, demonstrator):
     rng = random.Random(2)
     verdicts = {"yes": 0, "no": 0, "ok": 0, "exceeds": 0}
@@ -96,9 +134,9 @@ def check_thought(words, observation, wish, persona, verdicts):
         return []
     if words[0] == "need":
         other = "size" if wish.stated_axis == "colour" else "colour"
-        stated = [*wish.attributes, wish.kind, wish.stated_axis, wish.stated_value]
-        assert words[1:] == [*stated, other, persona[f"likes {other}"], "budget", f"${wish.budget}"]
-        return [w for w in words[1:] if w not in ("colour", "size", "budget")]
+        stated = [*wish.attributes, wish.kind, "in", wish.stated_axis, wish.stated_value]
+        assert words[1:] == [*stated, "likes", other, persona[f"likes {other}"], "budget", f"${wish.budget}"]
+        return [w for w in words[1:] if w not in ("colour", "size", "budget", "in", "likes")]
     if words[0] == "price":
         price = int(re.search(r" price \$(\d+)( \||$)", observation)[1])
         answer = "exceeds" if price > wish.budget else "ok"
@@ -108,33 +146,39 @@ def check_thought(words, observation, wish, persona, verdicts):
     lines = [line.split() for line in observation.split("\n")]
     assert lines[0][0] == "product" and lines[1][0] == "has"
     offers = {line[0]: {w for w in line[1:] if not w.startswith("$")} for line in lines[1:]}
-    answers, axis, asked = [], "has", ""
+    other = "size" if wish.stated_axis == "colour" else "colour"
+    needs = [*wish.attributes, *(dict([(wish.stated_axis, wish.stated_value), (other, persona[f"likes {other}"])])[a] for a in ("colour", "size"))]
+    answers, trained, axis, asked, source = 0, [], "has", "", ""
     for word in words:
         if word in ("yes", "no"):
             assert word == ("yes" if asked in offers[axis] else "no"), (words, observation)
             verdicts[word] += 1
-            answers.append(word)
+            answers += 1
+            trained += [asked, word] if answers <= len(needs) else [word]
+            assert axis == "has" or answers > len(needs) or source == ("in" if axis == wish.stated_axis else "likes")
             axis = "has"
         elif word in ("colour", "size"):
             axis = word
+        elif word in ("in", "likes"):
+            source = word
         else:
             asked = word
-    assert len(answers) == 8
-    return answers
+    assert answers == 10 and trained[: 2 * len(needs) : 2] == needs
+    return trained
 
 
-def test_the_same_seed_gives_the_same_stream(chat, shops, demonstrator):
+def test_the_same_seed_gives_the_same_stream(chat, shops, drill_shops, demonstrator):
     def take(source, seed):
         return [(e.tokens, e.token_weights) for e in itertools.islice(source.stream(seed), 12)]
 
     first = take(demonstrator, 5)
-    assert take(Demonstrator(shops, chat, CONFIG), 5) == first
+    assert take(Demonstrator(shops, drill_shops, chat, CONFIG), 5) == first
     assert take(demonstrator, 6) != first
 
 
 def test_the_mix_has_the_configured_shares(chat, shops):
     def shares(**changes):
-        source = Demonstrator(shops, chat, DemonstrationConfig(**changes))
+        source = Demonstrator(shops, shops, chat, DemonstrationConfig(**changes))
         texts = [chat.decode(e.tokens) for e in itertools.islice(source.stream(0), 60)]
         return sum("\nneed " in t for t in texts) / 60, sum("\nskills\n" not in t for t in texts) / 60
 
@@ -145,7 +189,7 @@ def test_the_mix_has_the_configured_shares(chat, shops):
 
 
 def test_a_chunk_in_the_prompt_raises_the_probability_of_its_procedure_and_of_no_other(chat, shops):
-    source = Demonstrator(shops, chat, DemonstrationConfig(present=1.0, absent=tuple((p, 0.0) for p, _ in CONFIG.absent), stale=1.0))
+    source = Demonstrator(shops, shops, chat, DemonstrationConfig(present=1.0, absent=tuple((p, 0.0) for p, _ in CONFIG.absent), stale=1.0))
     task = next(iter(shops[0].world.tasks.values()))
     for mechanism in mechanisms().values():
         shopper = source.shopper(random.Random(0), task, [mechanism.paraphrases[0]])
