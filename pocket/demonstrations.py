@@ -1,7 +1,8 @@
 """What the warm start teaches from: whole demonstrated episodes, and drills of the single skills inside the same format.
 
 Both are token sequences in the agent's own chat format, played in the real shop. A demonstration performs each careful procedure with
-a high probability when a chunk of its mechanism is in the prompt and with a lower one when it is not; that is how chunks come to matter.
+a high probability when a chunk of its mechanism is in the prompt and with a lower one when it is not, and says in its first thought which ones; that
+is how chunks come to matter.
 A drill opens pages at random and asks for many verdicts, so that looking things up is learned before it is needed. Now and then a demonstration
 slips: it makes a click that the shop refuses, which is not trained, and recovers, which is.
 """
@@ -15,7 +16,7 @@ from intraskill.grpo.packing import Episode
 from intraskill.rollout.chat import Chat
 from intraskill.types import Chunk, Task, ToolCall
 from pocket.skills import Mechanism, mechanisms
-from shop_env.scripted import Action, Shopper, read_instruction
+from shop_env.scripted import PROCEDURES, SECOND, Action, Shopper, read_instruction
 from shop_env.session import Session, Shop
 from shop_env.synthetic import COLOURS, SIZES
 from shop_env.tasks import Task as ShopTask
@@ -47,9 +48,27 @@ class DemonstrationConfig:
 
 
 def reworded(rng: random.Random, mechanism: Mechanism) -> Chunk:
-    """A chunk of `mechanism` whose three texts are drawn one by one from its paraphrases: its words matter, not their exact sequence."""
-    title, when, procedure = (rng.choice(mechanism.paraphrases) for _ in range(3))
-    return dataclasses.replace(title, applies_when=when.applies_when, procedure=procedure.procedure)
+    """A chunk that says `mechanism` in no fixed sequence of words, so that the policy cannot wait for a certain title or sentence.
+
+    Its three texts are drawn one by one from the paraphrases and lose one word in five; half of the titles are two of the mechanism's words.
+    Held-out texts never come out.
+    """
+
+    def thinned(text: str) -> str:
+        return " ".join(w for w in text.split() if rng.random() >= 0.2) or text
+
+    held_out = {c.text for c in mechanism.held_out}
+    known = sorted({w for c in mechanism.paraphrases for text in (c.title, c.applies_when, c.procedure) for w in text.split()})
+    while True:
+        title, when, procedure = (rng.choice(mechanism.paraphrases) for _ in range(3))
+        chunk = dataclasses.replace(
+            title,
+            title=title.title if rng.random() < 0.5 else " ".join(rng.sample(known, 2)),
+            applies_when=thinned(when.applies_when),
+            procedure=thinned(procedure.procedure),
+        )
+        if chunk.text not in held_out:
+            return chunk
 
 
 class _Writer:
@@ -154,9 +173,10 @@ class Demonstrator:
         return None
 
     def drill(self, rng: random.Random) -> Episode:
-        """The needs recited, two random pages with many verdicts, then a price verdict; the loss is on the answers only.
+        """Skills and needs recited, two random pages with many verdicts, then a price verdict; the loss is on the answers only.
 
-        Reciting comes first in every sense: nothing else can be learned before the policy can find a word in its prompt.
+        Reciting comes first in every sense: nothing else can be learned before the policy can find a word in its prompt. Skills are recited in
+        the words of a plan, which a demonstration follows with some probability and a drill without fail.
         """
         shop, task = self._draw(rng, self._drill_shops)
         wish = read_instruction(task.instruction)
@@ -166,7 +186,8 @@ class Demonstrator:
         price = next(p for v in product.options.values() for p in v.values() if p is not None)
         budget = int(price) + rng.randint(-10, 14)
         instruction = task.instruction.replace(f"${wish.budget}", f"${budget}")
-        writer = _Writer(self._chat, self._chat.prompt(Task(task.id, instruction, task.persona), self._chunks(rng), session.observation))
+        chunks = self._chunks(rng)
+        writer = _Writer(self._chat, self._chat.prompt(Task(task.id, instruction, task.persona), chunks, session.observation))
         pool = sorted({a for p in shop.world.catalog.values() if p.category == product.category for a in p.attributes})
 
         def take(action: Action, weights: float) -> str:
@@ -182,8 +203,11 @@ class Demonstrator:
             needs += [wanted[axis][0], axis, wanted[axis][1]]
         needs += ["budget", f"${budget}"]
         query = f"{rng.choice(pool)} {wish.kind}"
-        ids = self._assistant(Action(" ".join(["need", *needs]), "search", query))
-        writer.add(ids, self._answer_weights(ids, [i for i, word in enumerate(needs, 1) if word not in ("colour", "size", "budget", "in", "likes")]))
+        given = self._given(chunks)
+        thought = ["skills", *given, "need", *needs]
+        untrained = ("skills", "colour", "size", "budget", "in", "likes")  # "need" is an answer too: it says that no other skill is there
+        ids = self._assistant(Action(" ".join(thought), "search", query))
+        writer.add(ids, self._answer_weights(ids, [i for i, word in enumerate(thought) if word not in untrained]))
         step = session.step("search", {"query": query})
         writer.add(self._result(step.observation), 0.0)
         results = step.observation
@@ -204,6 +228,11 @@ class Demonstrator:
         ids = self._assistant(Action(f"price {shown} budget ${budget} {verdict}", "click", "buy now"))
         writer.add(ids, self._answer_weights(ids, [1, 3, 4]))
         return writer.episode()
+
+    def _given(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
+        """The plan that the chunks ask for, in a plan's order."""
+        present = {mechanisms()[c.logical_id].shopper for c in chunks}
+        return (*(p for p in PROCEDURES if p in present), *((SECOND,) if "skip_first" in present else ()))
 
     def _verdicts(self, rng: random.Random, text: str, pool: list[str]) -> tuple[str, list[int]]:
         """A thought with verdicts on random attributes and options, about half of them "no", and the word indices of the verdicts.

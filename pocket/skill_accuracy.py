@@ -22,7 +22,9 @@ def kinds(action: Action, wish: Wish) -> list[str]:
     """The kind of each word token of an action, thought first; "" for words that are not a skill of their own."""
     words = action.thought.split()
     labels = [""] * len(words)
-    if words[:1] == ["price"]:
+    if words[:1] == ["do"]:
+        labels[1:] = ["plan"] * (len(words) - 1)
+    elif words[:1] == ["price"]:
         labels[1], labels[3], labels[4] = "price recall", "budget recall", f"budget {words[4]}"
     elif words:
         for i, word in enumerate(words):

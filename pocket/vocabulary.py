@@ -3,12 +3,12 @@
 import re
 
 from pocket.skills import mechanisms
-from shop_env import synthetic
+from shop_env import scripted, synthetic
 from shop_env.session import Reason
 
 _FIXED = (
     "persona skills age likes brand colour size - find a in under results of | next previous product has chosen missing price done "
-    "invalid yes no need budget exceeds ok when : when: "
+    "invalid yes no need do budget exceeds ok when : when: "
 )
 # What the shop says to a refused action, and the chat to a turn without a call: rare, and not worth a letter a token.
 _REFUSALS = (
@@ -20,11 +20,15 @@ _TAGS = ("colour=", "size=", "A", "B", "C", "D", "E")
 
 def words() -> tuple[str, ...]:
     """All whole-word tokens but markup; duplicates removed, order fixed."""
-    skill_words = [w for m in mechanisms().values() for chunk in m.paraphrases for w in chunk.text.split()]
+    chunks = [chunk for m in mechanisms().values() for chunk in m.paraphrases]
+    skill_words = [w for c in chunks for w in c.text.split()]
+    # Any word of a skill may end its title: see `demonstrations.reworded`.
+    skill_words += [f"{w}:" for c in chunks for text in (c.title, c.applies_when, c.procedure) for w in text.split()]
     money = [f"${n}{end}" for n in range(1, 60) for end in ("", "-")]
     numbers = [str(n) for n in range(80)] + ["150"] + [f"{a}-{a + 4}" for a in range(1, 150, 5)]
     world = (*synthetic.TYPES, *synthetic.ATTRIBUTES, *synthetic.BRANDS, *synthetic.COLOURS, *synthetic.SIZES)
     refusals = (*Reason, *_REFUSALS.split())
+    plan = (*scripted.PROCEDURES, scripted.SECOND)
     return tuple(
-        w for w in dict.fromkeys((*_FIXED.split(), *refusals, *_TAGS, *world, *money, *numbers, *skill_words)) if not re.search(r"[<>\n]", w)
+        w for w in dict.fromkeys((*_FIXED.split(), *plan, *refusals, *_TAGS, *world, *money, *numbers, *skill_words)) if not re.search(r"[<>\n]", w)
     )

@@ -14,6 +14,7 @@ from shop_env.session import Session, Step
 PROCEDURES = ("query", "persona", "stated", "page", "stock", "price")
 """What a careful shopper does: searches with every attribute; takes the open option from the persona; lets the stated option win over the
 persona; goes back when the page lacks an attribute; goes back when the wanted option is not there; goes back when the price is too high."""
+SECOND = "second"  # the plan's word for opening the second row first
 
 _INSTRUCTION = re.compile(r"find a (?P<attributes>.+) (?P<kind>\S+) in (?P<axis>colour|size) (?P<value>\S+) under \$(?P<budget>\d+)")
 _AXES = ("colour", "size")
@@ -116,9 +117,14 @@ class Shopper:
             return Action("", "click", "previous")
         return dataclasses.replace(self._intended, thought="")
 
+    @property
+    def plan(self) -> tuple[str, ...]:
+        """What it is going to do, in words: procedures in the order of `PROCEDURES`, and the stale habit."""
+        return (*(p for p in PROCEDURES if p in self.does), *((SECOND,) if self._order[0] == 1 else ()))
+
     def _search(self) -> Action:
         words = self.wish.attributes if "query" in self.does else (self._rng.choice(self.wish.attributes),)
-        return Action("", "search", " ".join((*words, self.wish.kind)))
+        return Action(" ".join(("do", *self.plan)), "search", " ".join((*words, self.wish.kind)))
 
     def _open(self, observation: str) -> Action:
         lines = observation.split("\n")
