@@ -21,9 +21,9 @@ _TAGS = ("colour=", "size=", "A", "B", "C", "D", "E")
 def words() -> tuple[str, ...]:
     """All whole-word tokens but markup; duplicates removed, order fixed."""
     chunks = [chunk for m in mechanisms().values() for chunk in m.paraphrases]
-    skill_words = [w for c in chunks for w in c.text.split()]
-    # Any word of a skill may end its title: see `demonstrations.reworded`.
-    skill_words += [f"{w}:" for c in chunks for text in (c.title, c.applies_when, c.procedure) for w in text.split()]
+    # Any word of a skill may stand in its title, also at the end: see `demonstrations.reworded`.
+    spoken = [w for c in chunks for text in (c.title, c.applies_when, c.procedure) for w in text.split()]
+    skill_words = [form for w in spoken for form in (w, f"{w}:")]
     money = [f"${n}{end}" for n in range(1, 60) for end in ("", "-")]
     numbers = [str(n) for n in range(80)] + ["150"] + [f"{a}-{a + 4}" for a in range(1, 150, 5)]
     world = (*synthetic.TYPES, *synthetic.ATTRIBUTES, *synthetic.BRANDS, *synthetic.COLOURS, *synthetic.SIZES)
