@@ -101,13 +101,58 @@ def test_no_token_of_the_stream_is_spelled_by_letters(chat):
         assert not [t for t in found if t.startswith("##") or t == tokenizer.UNKNOWN]
 
 
-def test_a_reworded_chunk_mixes_the_paraphrases_of_its_own_mechanism_and_never_the_held_out_words():
+def test_a_reworded_chunk_has_words_of_its_own_mechanism_only_and_is_never_a_held_out_text():
     rng = random.Random(0)
     for mechanism in mechanisms().values():
-        texts = {reworded(rng, mechanism).text for _ in range(2000)}
-        assert {c.text for c in mechanism.paraphrases} < texts
-        assert not {c.text for c in mechanism.held_out} & texts
-        assert {t.split(":")[0] for t in texts} == {c.title for c in mechanism.paraphrases}
+        known = {w for c in mechanism.paraphrases for text in (c.title, c.applies_when, c.procedure) for w in text.split()}
+        chunks = [reworded(rng, mechanism) for _ in range(2000)]
+        for chunk in chunks:
+            assert {w for text in (chunk.title, chunk.applies_when, chunk.procedure) for w in text.split()} <= known
+            assert chunk.title and chunk.procedure and chunk.logical_id == mechanism.name
+        assert {c.title for c in mechanism.paraphrases} <= {c.title for c in chunks}
+        assert len({c.text for c in chunks}) > 1000  # no sequence of words is shown often enough to be waited for
+        assert not {c.text for c in mechanism.held_out} & {c.text for c in chunks}
+
+
+def test_a_held_out_text_that_comes_up_is_drawn_again():
+    """A mechanism whose paraphrases can say what is held out."""
+    mechanism = mechanisms()["calm_tone"]
+    common = next(c for c in mechanism.paraphrases if len(c.procedure.split()) <= 2)
+    hiding = dataclasses.replace(mechanism, held_out=(common,))
+    rng = random.Random(0)
+    assert common.text in {reworded(rng, mechanism).text for _ in range(500)}
+    assert common.text not in {reworded(rng, hiding).text for _ in range(500)}
+
+
+def test_a_drill_recites_the_skills_that_its_prompt_carries(chat, demonstrator):
+    """Told by the titles of unmixed chunks: the prompt's lines and the recital name the same mechanisms."""
+    rng = random.Random(4)
+    seen = set()
+    titles = {c.title: m for m in mechanisms().values() for c in m.paraphrases}
+    for _ in range(60):
+        text = chat.decode(demonstrator.drill(rng).tokens)
+        recited = re.search(r"<think>\nskills (.*?)\bneed ", text)[1].split()
+        lines = re.findall(r"^- (.*?):", text.split("<|im_start|>user")[0], re.M)
+        told = {titles[title].shopper for title in lines if title in titles}
+        words = {"second" if shopper == "skip_first" else shopper for shopper in told if shopper}
+        assert words <= set(recited)
+        assert len(recited) <= len(lines)
+        seen |= words
+    assert seen == {"query", "persona", "stated", "page", "stock", "price", "second"}
+
+
+def test_a_demonstration_says_first_what_it_will_do(chat, shops):
+    """With certain procedures, the plan is the procedures; a plan without "price" is never followed by a price check, and so on."""
+    source = Demonstrator(shops, shops, chat, dataclasses.replace(CONFIG, bare=1.0, absent=(("query", 1.0), ("page", 1.0), ("price", 0.5))))
+    rng = random.Random(6)
+    plans = []
+    for _ in range(40):
+        episode, _ = source.demonstration(rng)
+        _, _, _, turns = read(chat, episode)
+        plans.append(turns[0][0])
+        checked = any(thought.startswith("price ") for thought, _, _ in turns)
+        assert checked <= ("price" in turns[0][0].split())
+    assert set(plans) == {"do query page", "do query page price"}
 
 
 def test_drills_answer_right_and_train_the_answers_only(chat, demonstrator):
@@ -132,10 +177,11 @@ def check_thought(words, observation, wish, persona, verdicts):
     """Recomputes every answer of a drill's thought from the page before it; returns the words that should be trained."""
     if not words:
         return []
-    if words[0] == "need":
+    if words[0] == "skills":
         other = "size" if wish.stated_axis == "colour" else "colour"
         stated = [*wish.attributes, wish.kind, "in", wish.stated_axis, wish.stated_value]
-        assert words[1:] == [*stated, "likes", other, persona[f"likes {other}"], "budget", f"${wish.budget}"]
+        needs = words.index("need")
+        assert words[needs + 1 :] == [*stated, "likes", other, persona[f"likes {other}"], "budget", f"${wish.budget}"]
         return [w for w in words[1:] if w not in ("colour", "size", "budget", "in", "likes")]
     if words[0] == "price":
         price = int(re.search(r" price \$(\d+)( \||$)", observation)[1])
@@ -174,7 +220,7 @@ def test_the_mix_has_the_configured_shares(chat, shops):
     def shares(**changes):
         source = Demonstrator(shops, shops, chat, DemonstrationConfig(**changes))
         texts = [chat.decode(e.tokens) for e in itertools.islice(source.stream(0), 60)]
-        return sum("\nneed " in t for t in texts) / 60, sum("\nskills\n" not in t for t in texts) / 60
+        return sum(" need " in t for t in texts) / 60, sum("\nskills\n" not in t for t in texts) / 60
 
     assert shares(drills=0.0, bare=1.0) == (0.0, 1.0)
     assert shares(drills=1.0, bare=1.0) == (1.0, 1.0)
