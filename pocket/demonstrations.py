@@ -3,7 +3,8 @@
 Both are token sequences in the agent's own chat format, played in the real shop. A demonstration performs each careful procedure with
 a high probability when a chunk of its mechanism is in the prompt and with a lower one when it is not, and says in its first thought which ones; that
 is how chunks come to matter.
-A drill opens pages at random and asks for many verdicts, so that looking things up is learned before it is needed. Now and then a demonstration
+A drill opens pages at random and asks for many verdicts, so that looking things up is learned before it is needed; a glance is a page and
+its verdicts without anything before it, where seeing that a word is on the page is learned first. Now and then a demonstration
 slips: it makes a click that the shop refuses, which is not trained, and recovers, which is.
 """
 
@@ -31,16 +32,18 @@ class DemonstrationConfig:
       absent: P(procedure performed | its chunk not in the prompt), by procedure.
       stale: P(the second row is opened first | the stale chunk in the prompt).
       bare: share of episodes with no chunk; otherwise each chunk is included with probability one half.
-      drills: share of drill episodes.
+      glances: share of glances; about an eighth of the tokens.
+      drills: share of drills in the rest.
       slip: P(a refused click is made first) at each turn where one is easily made.
       observation_weight: loss weight of a shop token, against 1 for a token that the policy writes in a demonstration.
-      answer_weight: loss weight of a drill's answer: a need or a verdict.
+      answer_weight: loss weight of an answer in a drill or a glance: a skill, a need or a verdict.
     """
 
     present: float = 0.97
     absent: tuple[tuple[str, float], ...] = (("query", 0.5), ("persona", 0.75), ("stated", 0.85), ("page", 0.5), ("stock", 0.7), ("price", 0.75))
     stale: float = 0.85
     bare: float = 0.3
+    glances: float = 0.45
     drills: float = 0.5
     slip: float = 0.06
     observation_weight: float = 0.3
@@ -69,6 +72,12 @@ def reworded(rng: random.Random, mechanism: Mechanism) -> Chunk:
         )
         if chunk.text not in held_out:
             return chunk
+
+
+def _attributes_of(shop: Shop, task: ShopTask) -> list[str]:
+    """The attributes that products of the task's type can have."""
+    category = shop.world.catalog[task.goal.product_id].category
+    return sorted({a for p in shop.world.catalog.values() if p.category == category for a in p.attributes})
 
 
 class _Writer:
@@ -107,10 +116,13 @@ class Demonstrator:
         self._result = functools.lru_cache(maxsize=65536)(lambda text: tuple(chat.tool_result(text)))
 
     def stream(self, seed: int) -> Iterator[Episode]:
-        """Demonstrations and drills in the configured mix, for ever."""
+        """Demonstrations, drills and glances in the configured mix, for ever."""
         rng = random.Random(seed)
         while True:
-            yield self.drill(rng) if rng.random() < self._config.drills else self.demonstration(rng)[0]
+            if rng.random() < self._config.glances:
+                yield self.glance(rng)
+            else:
+                yield self.drill(rng) if rng.random() < self._config.drills else self.demonstration(rng)[0]
 
     def _draw(self, rng: random.Random, shops: list[Shop]) -> tuple[Shop, ShopTask]:
         shop = rng.choice(shops)
@@ -172,6 +184,22 @@ class Demonstrator:
             return Action("", "click", "buy now")
         return None
 
+    def glance(self, rng: random.Random) -> Episode:
+        """A product page and verdicts on random words, a piece of an episode.
+
+        That a word occurs twice is what the policy learns last. Among fifty tokens it is found much earlier than among three hundred.
+        """
+        shop, task = self._draw(rng, self._drill_shops)
+        session = Session(shop, task)
+        listed = session.step("search", {"query": read_instruction(task.instruction).kind}).observation
+        page = session.step("click", {"target": rng.choice([line.split(" ", 1)[0] for line in listed.split("\n")[1:]])}).observation
+        thought, answers = self._verdicts(rng, page, _attributes_of(shop, task))
+        writer = _Writer(self._chat, [])
+        writer.add(self._result(page), 0.0)
+        ids = self._assistant(Action(thought, "click", "previous"))
+        writer.add(ids, self._answer_weights(ids, answers))
+        return writer.episode()
+
     def drill(self, rng: random.Random) -> Episode:
         """Skills and needs recited, two random pages with many verdicts, then a price verdict; the loss is on the answers only.
 
@@ -188,7 +216,7 @@ class Demonstrator:
         instruction = task.instruction.replace(f"${wish.budget}", f"${budget}")
         chunks = self._chunks(rng)
         writer = _Writer(self._chat, self._chat.prompt(Task(task.id, instruction, task.persona), chunks, session.observation))
-        pool = sorted({a for p in shop.world.catalog.values() if p.category == product.category for a in p.attributes})
+        pool = _attributes_of(shop, task)
 
         def take(action: Action, weights: float) -> str:
             writer.add(self._assistant(action), weights)
