@@ -17,7 +17,7 @@ from intraskill.grpo.packing import Episode
 from intraskill.rollout.chat import Chat
 from intraskill.types import Chunk, Task, ToolCall
 from pocket.skills import Mechanism, mechanisms
-from shop_env.scripted import PROCEDURES, SECOND, Action, Shopper, read_instruction
+from shop_env.scripted import PROCEDURES, SECOND, Action, Shopper, Wish, read_instruction
 from shop_env.session import Session, Shop
 from shop_env.synthetic import COLOURS, SIZES
 from shop_env.tasks import Task as ShopTask
@@ -78,6 +78,11 @@ def _attributes_of(shop: Shop, task: ShopTask) -> list[str]:
     """The attributes that products of the task's type can have."""
     category = shop.world.catalog[task.goal.product_id].category
     return sorted({a for p in shop.world.catalog.values() if p.category == category for a in p.attributes})
+
+
+def _labels(results: str) -> list[str]:
+    """The labels of a page of results."""
+    return [line.split(" ", 1)[0] for line in results.split("\n")[1:]]
 
 
 class _Writer:
@@ -192,7 +197,7 @@ class Demonstrator:
         shop, task = self._draw(rng, self._drill_shops)
         session = Session(shop, task)
         listed = session.step("search", {"query": read_instruction(task.instruction).kind}).observation
-        page = session.step("click", {"target": rng.choice([line.split(" ", 1)[0] for line in listed.split("\n")[1:]])}).observation
+        page = session.step("click", {"target": rng.choice(_labels(listed))}).observation
         thought, answers = self._verdicts(rng, page, _attributes_of(shop, task))
         writer = _Writer(self._chat, [])
         writer.add(self._result(page), 0.0)
@@ -201,66 +206,49 @@ class Demonstrator:
         return writer.episode()
 
     def drill(self, rng: random.Random) -> Episode:
-        """Skills and needs recited, two random pages with many verdicts, then a price verdict; the loss is on the answers only.
+        """Skills and needs recited, a random page with many verdicts, then a price verdict; the loss is on the answers only.
 
         Reciting comes first in every sense: nothing else can be learned before the policy can find a word in its prompt. Skills are recited in
         the words of a plan, which a demonstration follows with some probability and a drill without fail.
         """
         shop, task = self._draw(rng, self._drill_shops)
-        wish = read_instruction(task.instruction)
-        session = Session(shop, task)
-        product = shop.world.catalog[task.goal.product_id]
+        session, chunks = Session(shop, task), self._chunks(rng)
         # A budget near the price of what will be chosen, so that "ok" and "exceeds" are about equally common.
-        price = next(p for v in product.options.values() for p in v.values() if p is not None)
-        budget = int(price) + rng.randint(-10, 14)
-        instruction = task.instruction.replace(f"${wish.budget}", f"${budget}")
-        chunks = self._chunks(rng)
+        goal = shop.world.catalog[task.goal.product_id]
+        budget = int(next(p for v in goal.options.values() for p in v.values() if p is not None)) + rng.randint(-10, 14)
+        instruction = task.instruction.replace(f"${read_instruction(task.instruction).budget}", f"${budget}")
+        wish, pool = read_instruction(instruction), _attributes_of(shop, task)
         writer = _Writer(self._chat, self._chat.prompt(Task(task.id, instruction, task.persona), chunks, session.observation))
-        pool = _attributes_of(shop, task)
 
-        def take(action: Action, weights: float) -> str:
-            writer.add(self._assistant(action), weights)
+        def turn(action: Action, answers: Sequence[int] = ()) -> str:
+            ids = self._assistant(action)
+            writer.add(ids, self._answer_weights(ids, answers))
             step = session.step(action.tool, action.arguments)
-            writer.add(self._result(step.observation), 0.0)
+            if not step.done:
+                writer.add(self._result(step.observation), 0.0)
             return step.observation
 
-        open_axis = "size" if wish.stated_axis == "colour" else "colour"
-        wanted = {wish.stated_axis: ("in", wish.stated_value), open_axis: ("likes", task.persona[f"likes {open_axis}"])}
-        needs = [*wish.attributes, wish.kind]
-        for axis in (wish.stated_axis, open_axis):
-            needs += [wanted[axis][0], axis, wanted[axis][1]]
-        needs += ["budget", f"${budget}"]
-        query = f"{rng.choice(pool)} {wish.kind}"
-        given = self._given(chunks)
-        thought = ["skills", *given, "need", *needs]
-        untrained = ("skills", "colour", "size", "budget", "in", "likes")  # "need" is an answer too: it says that no other skill is there
-        ids = self._assistant(Action(" ".join(thought), "search", query))
-        writer.add(ids, self._answer_weights(ids, [i for i, word in enumerate(thought) if word not in untrained]))
-        step = session.step("search", {"query": query})
-        writer.add(self._result(step.observation), 0.0)
-        results = step.observation
-        for page in range(2):
-            labels = [line.split(" ", 1)[0] for line in results.split("\n")[1:]]
-            text = take(Action("", "click", rng.choice(labels)), 0.0)
-            thought, answers = self._verdicts(rng, text, pool)
-            options = {line.split(" ", 1)[0]: [w for w in line.split(" ")[1:] if not w.startswith("$")] for line in text.split("\n")[2:]}
-            target = "previous" if page == 0 else f"colour={rng.choice(options['colour'])}"
-            ids = self._assistant(Action(thought, "click", target))
-            writer.add(ids, self._answer_weights(ids, answers))
-            step = session.step("click", {"target": target})
-            writer.add(self._result(step.observation), 0.0)
-            results = step.observation
-        chosen = take(Action("", "click", f"size={rng.choice(options['size'])}"), 0.0)
+        thought, answers = self._recital(chunks, wish, task.persona)
+        results = turn(Action(thought, "search", f"{rng.choice(pool)} {wish.kind}"), answers)
+        page = turn(Action("", "click", rng.choice(_labels(results))))
+        options = {line.split(" ", 1)[0]: [w for w in line.split(" ")[1:] if not w.startswith("$")] for line in page.split("\n")[2:]}
+        thought, answers = self._verdicts(rng, page, pool)
+        turn(Action(thought, "click", f"colour={rng.choice(options['colour'])}"), answers)
+        chosen = turn(Action("", "click", f"size={rng.choice(options['size'])}"))
         shown = chosen.split(" price ")[1].split(" ")[0]
         verdict = "exceeds" if int(shown[1:]) > budget else "ok"
-        ids = self._assistant(Action(f"price {shown} budget ${budget} {verdict}", "click", "buy now"))
-        writer.add(ids, self._answer_weights(ids, [1, 3, 4]))
+        turn(Action(f"price {shown} budget ${budget} {verdict}", "click", "buy now"), [1, 3, 4])
         return writer.episode()
 
-    def _given(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
-        """The plan that the chunks ask for, in a plan's order."""
+    def _recital(self, chunks: Sequence[Chunk], wish: Wish, persona: Mapping[str, str]) -> tuple[str, list[int]]:
+        """A thought that says what the prompt asks for, in the words in which plans and verdicts will need it, and the indices of its answers."""
         present = {mechanisms()[c.logical_id].shopper for c in chunks}
-        return (*(p for p in PROCEDURES if p in present), *((SECOND,) if "skip_first" in present else ()))
+        skills = [*(p for p in PROCEDURES if p in present), *((SECOND,) if "skip_first" in present else ())]
+        open_axis = "size" if wish.stated_axis == "colour" else "colour"
+        options = ["in", wish.stated_axis, wish.stated_value, "likes", open_axis, persona[f"likes {open_axis}"]]
+        words = ["skills", *skills, "need", *wish.attributes, wish.kind, *options, "budget", f"${wish.budget}"]
+        given = ("skills", "colour", "size", "budget", "in", "likes")  # "need" is an answer: it says that no other skill is there
+        return " ".join(words), [i for i, word in enumerate(words) if word not in given]
 
     def _verdicts(self, rng: random.Random, text: str, pool: list[str]) -> tuple[str, list[int]]:
         """A thought with verdicts on random attributes and options, about half of them "no", and the word indices of the verdicts.
@@ -286,7 +274,7 @@ class Demonstrator:
             verdict(offers[axis], values)
         return " ".join(words), answers
 
-    def _answer_weights(self, ids: tuple[int, ...], answers: list[int]) -> tuple[float, ...]:
+    def _answer_weights(self, ids: tuple[int, ...], answers: Sequence[int]) -> tuple[float, ...]:
         """Weight on the answer words only. Every word of a drill's thought is one token, so word index = token index."""
         wanted = set(answers)
         return tuple(self._config.answer_weight if i in wanted else 0.0 for i in range(len(ids)))
