@@ -229,7 +229,7 @@ class Demonstrator:
             return step.observation
 
         thought, answers = self._recital(chunks, wish, task.persona)
-        results = turn(Action(thought, "search", f"{rng.choice(pool)} {wish.kind}"), answers)
+        results = turn(Action(thought, "search", f"a {rng.choice(pool)} {wish.kind}"), answers)
         page = turn(Action("", "click", rng.choice(_labels(results))))
         options = {line.split(" ", 1)[0]: [w for w in line.split(" ")[1:] if not w.startswith("$")] for line in page.split("\n")[2:]}
         thought, answers = self._verdicts(rng, page, pool)
@@ -246,8 +246,8 @@ class Demonstrator:
         skills = [*(p for p in PROCEDURES if p in present), *((SECOND,) if "skip_first" in present else ())]
         open_axis = "size" if wish.stated_axis == "colour" else "colour"
         options = ["in", wish.stated_axis, wish.stated_value, "likes", open_axis, persona[f"likes {open_axis}"]]
-        words = ["skills", *skills, "need", *wish.attributes, wish.kind, *options, "budget", f"${wish.budget}"]
-        given = ("skills", "colour", "size", "budget", "in", "likes")  # "need" is an answer: it says that no other skill is there
+        words = ["skills", *skills, "need", "a", *wish.attributes, wish.kind, *options, "budget", f"${wish.budget}"]
+        given = ("skills", "a", "colour", "size", "budget", "in", "likes")  # "need" is an answer: it says that no other skill is there
         return " ".join(words), [i for i, word in enumerate(words) if word not in given]
 
     def _verdicts(self, rng: random.Random, text: str, pool: list[str]) -> tuple[str, list[int]]:

@@ -32,10 +32,10 @@ def kinds(action: Action, wish: Wish) -> list[str]:
                 labels[i] = f"{'option' if i >= 2 and words[i - 2] in ('colour', 'size') else 'attribute'} {word}"
             elif word in ("in", "likes"):
                 labels[i] = "source"
-            elif word not in ("colour", "size"):
+            elif word not in ("colour", "size", "a"):
                 labels[i] = "value recall" if words[i - 1] in ("colour", "size") else "attribute recall"
     if action.tool == "search":
-        return [*labels, "", *["query copy"] * len(action.argument.split())]
+        return [*labels, "", *("" if word == "a" else "query copy" for word in action.argument.split())]
     if "=" in action.argument:
         axis = action.argument.split("=")[0]
         return [*labels, "", "", "stated option" if axis == wish.stated_axis else "persona option"]

@@ -124,7 +124,7 @@ class Shopper:
 
     def _search(self) -> Action:
         words = self.wish.attributes if "query" in self.does else (self._rng.choice(self.wish.attributes),)
-        return Action(" ".join(("do", *self.plan)), "search", " ".join((*words, self.wish.kind)))
+        return Action(" ".join(("do", *self.plan)), "search", " ".join(("a", *words, self.wish.kind)))
 
     def _open(self, observation: str) -> Action:
         lines = observation.split("\n")
@@ -146,6 +146,7 @@ class Shopper:
         thought: list[str] = []
         reject = False
         if "page" in self.does:
+            thought.append("a")
             for attribute in self.wish.attributes:
                 thought += [attribute, "yes" if attribute in attributes else "no"]
                 reject = thought[-1] == "no"
