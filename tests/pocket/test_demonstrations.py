@@ -179,10 +179,10 @@ def check_thought(words, observation, wish, persona, verdicts):
         return []
     if words[0] == "skills":
         other = "size" if wish.stated_axis == "colour" else "colour"
-        stated = [*wish.attributes, wish.kind, "in", wish.stated_axis, wish.stated_value]
+        stated = ["a", *wish.attributes, wish.kind, "in", wish.stated_axis, wish.stated_value]
         needs = words.index("need")
         assert words[needs + 1 :] == [*stated, "likes", other, persona[f"likes {other}"], "budget", f"${wish.budget}"]
-        return [w for w in words[1:] if w not in ("colour", "size", "budget", "in", "likes")]
+        return [w for w in words[1:] if w not in ("a", "colour", "size", "budget", "in", "likes")]
     if words[0] == "price":
         price = int(re.search(r" price \$(\d+)( \||$)", observation)[1])
         answer = "exceeds" if price > wish.budget else "ok"
@@ -216,14 +216,31 @@ def test_the_same_seed_gives_the_same_stream(chat, shops, drill_shops, demonstra
     assert take(demonstrator, 6) != first
 
 
+def test_a_glance_is_a_page_and_right_verdicts_on_it(chat, demonstrator):
+    rng = random.Random(8)
+    verdicts = {"yes": 0, "no": 0}
+    for _ in range(100):
+        episode = demonstrator.glance(rng)
+        text = chat.decode(episode.tokens)
+        page = re.search(r"<tool_response>\n(product .*?)\n</tool_response>", text, re.S)[1]
+        thought = re.search(r"<think>\n(.*?)\n</think>", text, re.S)[1].split()
+        expected = check_thought(thought, page, None, None, verdicts)
+        assert [chat.decode([t]) for t, w in zip(episode.tokens, episode.token_weights, strict=True) if w > 0] == expected
+        assert "<tools>" not in text and len(episode.tokens) < 80
+    assert 0.35 < verdicts["no"] / sum(verdicts.values()) < 0.65
+
+
 def test_the_mix_has_the_configured_shares(chat, shops):
     def shares(**changes):
-        source = Demonstrator(shops, shops, chat, DemonstrationConfig(**changes))
+        source = Demonstrator(shops, shops, chat, DemonstrationConfig(glances=0.0, **changes))
         texts = [chat.decode(e.tokens) for e in itertools.islice(source.stream(0), 60)]
         return sum(" need " in t for t in texts) / 60, sum("\nskills\n" not in t for t in texts) / 60
 
     assert shares(drills=0.0, bare=1.0) == (0.0, 1.0)
     assert shares(drills=1.0, bare=1.0) == (1.0, 1.0)
+    source = Demonstrator(shops, shops, chat, DemonstrationConfig(glances=0.5))
+    glances = sum("<tools>" not in chat.decode(e.tokens) for e in itertools.islice(source.stream(0), 100)) / 100
+    assert 0.35 < glances < 0.65
     drills, bare = shares(drills=0.5, bare=0.3)
     assert 0.3 < drills < 0.7 and 0.15 < bare < 0.5
 
