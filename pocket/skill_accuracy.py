@@ -22,16 +22,20 @@ def kinds(action: Action, wish: Wish) -> list[str]:
     """The kind of each word token of an action, thought first; "" for words that are not a skill of their own."""
     words = action.thought.split()
     labels = [""] * len(words)
-    if words[:1] == ["price"]:
+    if words[:1] == ["do"]:
+        labels[1:] = ["plan"] * (len(words) - 1)
+    elif words[:1] == ["price"]:
         labels[1], labels[3], labels[4] = "price recall", "budget recall", f"budget {words[4]}"
     elif words:
         for i, word in enumerate(words):
             if word in ("yes", "no"):
                 labels[i] = f"{'option' if i >= 2 and words[i - 2] in ('colour', 'size') else 'attribute'} {word}"
-            elif word not in ("colour", "size"):
-                labels[i] = "need recall"
+            elif word in ("in", "likes"):
+                labels[i] = "source"
+            elif word not in ("colour", "size", "a"):
+                labels[i] = "value recall" if words[i - 1] in ("colour", "size") else "attribute recall"
     if action.tool == "search":
-        return [*labels, "", *["query copy"] * len(action.argument.split())]
+        return [*labels, "", *("" if word == "a" else "query copy" for word in action.argument.split())]
     if "=" in action.argument:
         axis = action.argument.split("=")[0]
         return [*labels, "", "", "stated option" if axis == wish.stated_axis else "persona option"]

@@ -44,13 +44,15 @@ class WarmStartConfig:
       tokens: tokens in the rows of all updates together.
       worlds, world_seed: how many synthetic catalogues the demonstrations come from, seeds world_seed, world_seed + 1, ...: never those
         that a run trains, validates or tests on.
+      drill_stock: P(a colour or size is in stock) in the worlds of drills.
       row_length, rows: the shape of an update; rows are filled from a pool of `pool` episodes.
     """
 
     seed: int = 0
-    tokens: int = 9_000_000
+    tokens: int = 8_500_000
     worlds: int = 8
     world_seed: int = 1000
+    drill_stock: float = 0.6
     row_length: int = 1152
     rows: int = 3
     pool: int = 32
@@ -93,11 +95,13 @@ def make_chat(directory: Path) -> Chat:
 
 def make_demonstrator(config: WarmStartConfig, chat: Chat) -> Demonstrator:
     """The demonstrator over the warm start's own worlds."""
-    shops = []
-    for seed in range(config.world_seed, config.world_seed + config.worlds):
-        world = synthetic.generate(synthetic.SyntheticConfig(seed=seed, split_sizes=(("train", 2400),)))
-        shops.append(session.Shop(world, page_size=config.page_size, max_actions=config.max_actions))
-    return Demonstrator(shops, chat, config.demonstrations)
+
+    def shops(**hazards: float) -> list[session.Shop]:
+        seeds = range(config.world_seed, config.world_seed + config.worlds)
+        worlds = [synthetic.generate(synthetic.SyntheticConfig(seed=seed, split_sizes=(("train", 2400),), **hazards)) for seed in seeds]
+        return [session.Shop(world, page_size=config.page_size, max_actions=config.max_actions) for world in worlds]
+
+    return Demonstrator(shops(), shops(colour_stock=config.drill_stock, size_stock=config.drill_stock), chat, config.demonstrations)
 
 
 def batches(config: WarmStartConfig, episodes: Iterator[Episode]) -> Iterator[Batch]:

@@ -14,6 +14,7 @@ from shop_env.session import Session, Step
 PROCEDURES = ("query", "persona", "stated", "page", "stock", "price")
 """What a careful shopper does: searches with every attribute; takes the open option from the persona; lets the stated option win over the
 persona; goes back when the page lacks an attribute; goes back when the wanted option is not there; goes back when the price is too high."""
+SECOND = "second"  # the plan's word for opening the second row first
 
 _INSTRUCTION = re.compile(r"find a (?P<attributes>.+) (?P<kind>\S+) in (?P<axis>colour|size) (?P<value>\S+) under \$(?P<budget>\d+)")
 _AXES = ("colour", "size")
@@ -81,6 +82,7 @@ class Shopper:
         self._more = False
         self._turned = False
         self._choices: dict[str, str] = {}
+        self._intended = Action("", "click", "back to search")
 
     def wanted(self, axis: str) -> str | None:
         """The option value to look for, or None when the shopper has no opinion."""
@@ -88,9 +90,19 @@ class Shopper:
             return self.wish.stated_value if "stated" in self.does else self._likes[axis]
         return self._likes[axis] if "persona" in self.does else None
 
+    def source(self, axis: str) -> str:
+        """The word that stands before the axis where the wanted value is written: "in" the instruction, what the persona "likes"."""
+        return "in" if axis == self.wish.stated_axis and "stated" in self.does else "likes"
+
     def act(self, observation: str) -> Action:
         """The next action, given the shop's last answer."""
+        self._intended = self._next(observation)
+        return self._intended
+
+    def _next(self, observation: str) -> Action:
         head = observation.split(" ", 1)[0]
+        if head == "invalid":
+            return self._recover(observation)
         if head == "search":
             return self._search()
         if head == "results":
@@ -99,9 +111,20 @@ class Shopper:
             return self._inspect(observation)
         return self._choose(observation)
 
+    def _recover(self, observation: str) -> Action:
+        """After a refused click (a demonstration may slip): leave a page whose option is not there, otherwise do what was meant."""
+        if "=" in self._intended.argument and " missing " not in observation and self._may_leave:
+            return Action("", "click", "previous")
+        return dataclasses.replace(self._intended, thought="")
+
+    @property
+    def plan(self) -> tuple[str, ...]:
+        """What it is going to do, in words: procedures in the order of `PROCEDURES`, and the stale habit."""
+        return (*(p for p in PROCEDURES if p in self.does), *((SECOND,) if self._order[0] == 1 else ()))
+
     def _search(self) -> Action:
         words = self.wish.attributes if "query" in self.does else (self._rng.choice(self.wish.attributes),)
-        return Action("", "search", " ".join((*words, self.wish.kind)))
+        return Action(" ".join(("do", *self.plan)), "search", " ".join(("a", *words, self.wish.kind)))
 
     def _open(self, observation: str) -> Action:
         lines = observation.split("\n")
@@ -123,16 +146,18 @@ class Shopper:
         thought: list[str] = []
         reject = False
         if "page" in self.does:
+            thought.append("a")
             for attribute in self.wish.attributes:
                 thought += [attribute, "yes" if attribute in attributes else "no"]
                 reject = thought[-1] == "no"
                 if reject:
                     break
-        if "stock" in self.does and not reject:
-            for axis in _AXES:
-                value = self.wanted(axis)
-                if value is not None:
-                    thought += [axis, value, "yes" if value in options[axis] else "no"]
+        for axis in _AXES if not reject else ():
+            value = self.wanted(axis)
+            if value is not None:
+                thought += [self.source(axis), axis, value]
+                if "stock" in self.does:
+                    thought.append("yes" if value in options[axis] else "no")
                     reject = thought[-1] == "no"
                     if reject:
                         break

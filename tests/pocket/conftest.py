@@ -18,4 +18,14 @@ def chat(tmp_path_factory) -> Chat:
 @pytest.fixture(scope="session")
 def shops() -> list[Shop]:
     """Small worlds with the shop settings of a run."""
-    return [Shop(generate(SyntheticConfig(seed=seed, num_products=200, split_sizes=(("train", 200),))), 5, 22) for seed in (50, 51)]
+    return _shops()
+
+
+@pytest.fixture(scope="session")
+def drill_shops() -> list[Shop]:
+    """The same, with less in stock."""
+    return _shops(colour_stock=0.6, size_stock=0.6)
+
+
+def _shops(**hazards: float) -> list[Shop]:
+    return [Shop(generate(SyntheticConfig(seed=seed, num_products=200, split_sizes=(("train", 200),), **hazards)), 5, 22) for seed in (50, 51)]
