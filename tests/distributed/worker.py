@@ -22,7 +22,7 @@ from intraskill.checkpoint import Checkpointer
 from intraskill.followers import Command, Follower, LedCheckpointer, LedLearner, Place
 from intraskill.grpo.learner import Learner, OptimizerConfig
 from intraskill.grpo.loss import ClippedPolicyGradient
-from intraskill.grpo.packing import Episode, pack, split_rows
+from intraskill.grpo.packing import Episode, Rows, pack_microbatches
 from intraskill.grpo.policy import qwen35_learner
 from intraskill.models.qwen35 import model, sharding
 from intraskill.models.qwen35.config import ModelConfig
@@ -80,8 +80,7 @@ def make_batch(seed: int, vocabulary: int = CONFIG.vocab_size, rows: int = ROWS)
         mask = rng.random(len(tokens)) < 0.5
         mask[0], mask[-1] = False, True
         episodes.append(Episode(tokens, mask, np.where(mask, -1.0, 0.0), rng.normal()))
-    batch, _ = pack(episodes, row_length=48, max_trained_per_row=32, rows_multiple_of=rows)
-    return split_rows(batch, rows)
+    return pack_microbatches(episodes, Rows(length=48, trained=32, count=rows))[0]
 
 
 def flat(tree) -> dict[str, np.ndarray]:
