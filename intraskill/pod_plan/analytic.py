@@ -40,13 +40,13 @@ def model_flops(config: ModelConfig, length: int, trained: int, *, backward: boo
 
 
 def delta_flops(config: ModelConfig, length: int) -> float:
-    """Forward products of one layer's delta rule in chunks of C tokens: pairs, inverse, what is read from and written to the state."""
-    c, heads, group = config.chunk_size, config.linear_num_key_heads, config.value_heads_per_key_head
+    """Forward products of one layer's delta rule in chunks of C tokens: decays, pairs, inverse, solution, what is read from and written to the state."""
+    c, keys, values = config.chunk_size, config.linear_num_key_heads, config.linear_num_value_heads
     k, v = config.linear_key_head_dim, config.linear_value_head_dim
     doublings = (c // 8).bit_length() - 1
     inverse = 2 * c**3 * (4 + 2 * doublings)
-    chunk = 2 * heads * (2 * c * c * k + 2 * c * k * group * v + 2 * group * c * c * v + c * k * group * v) + heads * group * inverse
-    return chunk * -(-length // c)
+    a_value_head = 2 * (c * c * (c + 1) + c * c * (v + k) + 3 * c * k * v + c * c * v) + inverse
+    return (keys * 4 * c * c * k + values * a_value_head) * -(-length // c)
 
 
 def executed_flops(config: ModelConfig, length: int, trained: int, *, backward: bool = True) -> float:
@@ -58,7 +58,7 @@ def executed_flops(config: ModelConfig, length: int, trained: int, *, backward: 
     delta = linear * delta_flops(config, length)
     vocabulary = 2 * trained * sizes["vocabulary"]
     splashed = config.attention == "splash"
-    pairs = splash.tiles_computed(length) * splash.tile(length) ** 2 if splashed else _blocked_pairs(length)
+    pairs = splash.tiles_computed(length) * splash.tile(length) ** 2 if splashed else tiled_pairs(length)
     product = full * 2 * config.num_heads * config.head_dim * pairs  # one of the two of attention
     if not backward:
         return projections + mlp + delta + 2 * product + vocabulary
@@ -70,15 +70,16 @@ def executed_flops(config: ModelConfig, length: int, trained: int, *, backward: 
         projections * (3 + again)
         + mlp * (3 + mlp_again)
         + delta * (3 + again + pieces)
-        + product * (2 + 2 * again + (7 if splashed else 4))  # the kernel's two backward parts: scores twice, their gradient twice
+        + product * (2 + 2 * again + (7 if splashed else 5))  # backward: scores again; the kernel's two parts each do scores and their gradient
         + vocabulary * 4
     )
 
 
-def _blocked_pairs(length: int) -> float:
-    """Query blocks against all keys up to their own end (`attention.attend_packed`)."""
-    block = max(128, -(-length // 16))
-    return sum((min(start + block, length) - start) * min(start + block, length) for start in range(0, length, block))
+def tiled_pairs(length: int) -> float:
+    """Square tiles at and below the diagonal (`attention.attend_packed`)."""
+    tile = min(1024, max(128, length // 16 // 128 * 128))
+    blocks = -(-length // tile)
+    return blocks * (blocks + 1) / 2 * tile**2
 
 
 def stream_bytes(config: ModelConfig, length: int) -> float:
@@ -102,8 +103,7 @@ def activation_bytes(config: ModelConfig, length: int, trained: int) -> float:
     values = config.linear_num_value_heads * config.linear_value_head_dim
     linear = length * (2 * channels + 6 * values) * item + piece * 4 * (6 * channels + 10 * config.linear_num_value_heads * config.chunk_size)
     heads = config.num_heads * config.head_dim
-    scores = 0 if config.attention == "splash" else config.num_heads * _blocked_pairs(length) * (4 + item)
-    full = length * 8 * heads * item + scores
+    full = length * 8 * heads * item
     widest = {"layer": max(mlp, linear, full), "block": mlp + full + (config.full_attention_interval - 1) * (mlp + linear)}
     layers = num_layers(config)
     working = widest.get(config.remat, layers[0] * linear + layers[1] * full + config.num_layers * mlp)
