@@ -25,7 +25,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "remat": "layer",
             "attention": "splash",
             "chunk_size": 64,
-            "piece_length": 4096,
+            "piece_length": 2048,
             "scan_layers": True,
         }
     )

@@ -40,7 +40,7 @@ def model_flops(config: ModelConfig, length: int, trained: int, *, backward: boo
 
 
 def delta_flops(config: ModelConfig, length: int) -> float:
-    """Forward products of one layer's delta rule in chunks of C tokens: decays, pairs, inverse, solution, what is read from and written to the state."""
+    """Forward products of one layer's delta rule in chunks of C tokens: decays, pairs, inverse, solution, reads and writes of the state."""
     c, keys, values = config.chunk_size, config.linear_num_key_heads, config.linear_num_value_heads
     k, v = config.linear_key_head_dim, config.linear_value_head_dim
     doublings = (c // 8).bit_length() - 1
@@ -62,14 +62,17 @@ def executed_flops(config: ModelConfig, length: int, trained: int, *, backward: 
     product = full * 2 * config.num_heads * config.head_dim * pairs  # one of the two of attention
     if not backward:
         return projections + mlp + delta + 2 * product + vocabulary
-    again = config.remat != "none"
     pieces = 0 < config.piece_length < length
-    # The MLP comes last: of what is done again its second product is not needed. Done again, each half of the residual needs the half before.
+    again = config.remat != "none"
+    # In pieces everything but attention is done again where its gradient is computed; layers that remat does again as well count twice.
+    entered = 2 * length * full * config.hidden_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # query, key, value
+    twice = (projections + mlp + delta if config.remat == "block" else entered if again else 0.0) if pieces else 0.0
+    # The MLP comes last: of what is done again its second product is not needed.
     mlp_again = 2 / 3 if pieces or config.remat == "layer" else (1.0 if again else 0.0)
     return (
-        projections * (3 + again)
+        (projections + delta) * (3 + (again or pieces))
         + mlp * (3 + mlp_again)
-        + delta * (3 + again + pieces)
+        + twice
         + product * (2 + 2 * again + (7 if splashed else 5))  # backward: scores again; the kernel's two parts each do scores and their gradient
         + vocabulary * 4
     )
@@ -98,10 +101,13 @@ def activation_bytes(config: ModelConfig, length: int, trained: int) -> float:
     d, stream = config.hidden_size, length * config.hidden_size * item
     kept = {"layer": config.num_layers, "block": config.num_layers // config.full_attention_interval, "none": 0}[config.remat] * stream
     piece = min(config.piece_length or length, length)
+    if piece < length:  # the states that pieces hand on
+        states = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+        kept += num_layers(config)[0] * length // piece * 4 * states
     mlp = piece * config.intermediate_size * item * 5 + 3 * d * config.intermediate_size * (item + 4)
     channels = config.linear_num_key_heads * config.conv_channels_per_head
     values = config.linear_num_value_heads * config.linear_value_head_dim
-    linear = length * (2 * channels + 6 * values) * item + piece * 4 * (6 * channels + 10 * config.linear_num_value_heads * config.chunk_size)
+    linear = piece * ((2 * channels + 6 * values) * item + 4 * (6 * channels + 10 * config.linear_num_value_heads * config.chunk_size))
     heads = config.num_heads * config.head_dim
     full = length * 8 * heads * item
     widest = {"layer": max(mlp, linear, full), "block": mlp + full + (config.full_attention_interval - 1) * (mlp + linear)}
