@@ -167,13 +167,17 @@ def _linear_in_pieces(
         state = (x.shape[0], heads, config.linear_key_head_dim, config.value_heads_per_key_head, config.linear_value_head_dim)
         return jnp.zeros(state, jnp.float32), jnp.zeros((x.shape[0], past, heads, channels), x.dtype)
 
+    @jax.checkpoint  # the convolution's shifted inputs are as many again as its taps
+    def convolved(window, conv, segments):
+        return split_conv(config, _mixed(window, conv, segments)[:, past:])
+
     def body(p, carried, x, segments):  # segments: of the piece, and of the past + 1 tokens before it
         state, window = carried
         with jax.named_scope("linear_attention"):
             linear, h = p["linear"], rms_norm(x, p["attention_norm"], config.rms_eps)
             beta, g = gates(linear, h)
             window = jnp.concatenate([window, project("btd,dhe->bthe", h, linear["qkv"])], axis=1)
-            q, k, v = split_conv(config, _mixed(window, linear["conv"], segments[:, 1:])[:, past:])
+            q, k, v = convolved(window, linear["conv"], segments[:, 1:])
             state = jnp.where((segments[:, past] == segments[:, past + 1])[:, None, None, None, None], state, 0)
             segments = segments[:, past + 1 :]
             real = (segments > 0)[:, :, None, None]
