@@ -128,7 +128,7 @@ def compile_step(name: str, traced: jax.stages.Traced, topology: Topology, num_d
         return Step(name, None, amount, " ".join(str(error).split()))
     needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     if topology.kind == "tpu":
-        # temp_size_in_bytes counts more than is there at any time: a program with 16.5 GiB of it compiles for a chip of 15.75 GiB. The peak is what the
+        # temp_size_in_bytes counts more than is there at any time: a program with 16.5 GiB of it compiles for a chip of 15.75. The peak is what the
         # compiler holds against the chip, up to gaps between buffers. On a CPU it leaves out buffers that results are written over.
         needed = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     return Step(name, Memory(memory.argument_size_in_bytes, needed, resident), amount)
