@@ -217,7 +217,8 @@ def _full_in_pieces(
     last = {"gate": gate, "out": full.pop("out"), "norm": p["attention_norm"], "mlp": p["mlp"], "mlp_norm": p["mlp_norm"]}
     first = {**full, "q": query, "norm": p["attention_norm"]}
     with jax.named_scope("full_attention"):
-        q, k, v = pieces.once(work(before), first, x, tuple(pieces.cut(length, part) for part in (cos, sin)))
+        entered: Any = pieces.once(work(before), first, x, tuple(pieces.cut(length, part) for part in (cos, sin)))
+        q, k, v = entered
         out = _attend(config, q, k, v, segment_ids)
     with jax.named_scope("mlp"):
         return pieces.once(work(after), last, (x, out), ())

@@ -104,7 +104,9 @@ def _once_fwd(work, p, rows, fixed):
 
 
 def _once_bwd(work, kept, d_out):
-    return *_backward(work, *kept, d_out), None
+    p, rows, fixed, handed = kept
+    d_p, d_rows = _backward(work, p, rows, fixed, handed, d_out)
+    return d_p, d_rows, None
 
 
 once.defvjp(_once_fwd, _once_bwd)
@@ -138,7 +140,7 @@ def _layers_bwd(work, kept, d_out):
         return d_x, d_p
 
     d_x, d_p = lax.scan(one, d_out, (_stack(p), inputs), reverse=True)
-    return [jax.tree.map(lambda leaf: leaf[i], d_p) for i in range(len(p))], d_x, None  # noqa: B023
+    return [jax.tree.map(lambda leaf: leaf[i], d_p) for i in range(len(p))], d_x, None
 
 
 layers.defvjp(_layers_fwd, _layers_bwd)
