@@ -138,5 +138,5 @@ def knob(plan: Plan, step: Step) -> str:
     if shape.attention == "blocked" and plan.topology.kind == "tpu":
         return "set model.attention=splash: the kernel writes no attention scores to memory"
     if not shape.piece_length:
-        return "set model.piece_length, e.g. to an eighth of the row: MLP and linear attention then need less at a time"
+        return "set model.piece_length, e.g. to an eighth of the row: all but attention itself then needs less at a time"
     return "lower grpo.row_length (and rollout.max_context with it), or take a larger slice, so that mesh.fsdp cuts the state into more pieces"

@@ -5,6 +5,7 @@ last piece first. JAX's own rule for a scan would keep the matrices of every lay
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ def _layers_bwd(work, kept, d_out):
         return d_x, d_p
 
     d_x, d_p = lax.scan(one, d_out, (_stack(p), inputs), reverse=True)
-    return [jax.tree.map(lambda leaf: leaf[i], d_p) for i in range(len(p))], d_x, None
+    return [jax.tree.map(operator.itemgetter(i), d_p) for i in range(len(p))], d_x, None
 
 
 layers.defvjp(_layers_fwd, _layers_bwd)
