@@ -67,8 +67,10 @@ def _mixed(x: Float[Array, "B T H E"], conv: Array, segment_ids: Int[Array, "B T
 def _linear_attention(config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     beta, g = gates(p, x)
     real = (segment_ids > 0)[:, :, None, None]
-    q, k, v = split_conv(config, _mixed(project("btd,dhe->bthe", x, p["qkv"]), p["conv"], segment_ids))
-    out, _ = chunked(q, k, v, jnp.where(real, beta, 0), jnp.where(real, g, 0), segment_ids, None, config.chunk_size)
+    raw = project("btd,dhe->bthe", x, p["qkv"])
+    beta, g = jnp.where(real, beta, 0), jnp.where(real, g, 0)
+    q, k, v = split_conv(config, _mixed(raw, p["conv"], segment_ids))
+    out, _ = chunked(q, k, v, beta, g, segment_ids, None, config.chunk_size)
     return linear_out(config, p, out, x)
 
 
