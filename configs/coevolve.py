@@ -26,7 +26,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "remat": "layer",
             "attention": "auto",  # the kernel on TPUs
             "chunk_size": 64,
-            "piece_length": 4096,
+            "piece_length": 2048,
             "scan_layers": True,
         }
     )

@@ -289,7 +289,7 @@ def _initialize(place: Place, settings: Any) -> bool:
             initialization_timeout=int(settings.start_seconds),
             heartbeat_timeout_seconds=2 * max(1, int(settings.heartbeat_seconds)),
             shutdown_timeout_seconds=max(1, int(settings.heartbeat_seconds)),
-            **({"cluster_detection_method": "deactivate"} if place.coordinator else {}),
+            cluster_detection_method="deactivate" if place.coordinator else None,
         )
         return True
     except ValueError as error:
@@ -318,7 +318,8 @@ def _gather(params: PyTree) -> PyTree:
     """Every parameter whole: host arrays on process 0, None elsewhere. A collective; one parameter at a time is whole on a device."""
 
     def one(x: jax.Array) -> np.ndarray | None:
-        whole = jax.jit(_same, out_shardings=NamedSharding(x.sharding.mesh, PartitionSpec()))(x)
+        sharding: Any = x.sharding
+        whole = jax.jit(_same, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(x)
         if jax.process_index() == 0:
             return np.asarray(whole)
         whole.block_until_ready()  # so that the next one is not gathered beside it

@@ -96,7 +96,7 @@ def make_chat(directory: Path) -> Chat:
 def make_demonstrator(config: WarmStartConfig, chat: Chat) -> Demonstrator:
     """The demonstrator over the warm start's own worlds."""
 
-    def shops(**hazards: float) -> list[session.Shop]:
+    def shops(**hazards: Any) -> list[session.Shop]:
         seeds = range(config.world_seed, config.world_seed + config.worlds)
         worlds = [synthetic.generate(synthetic.SyntheticConfig(seed=seed, split_sizes=(("train", 2400),), **hazards)) for seed in seeds]
         return [session.Shop(world, page_size=config.page_size, max_actions=config.max_actions) for world in worlds]

@@ -40,13 +40,13 @@ def model_flops(config: ModelConfig, length: int, trained: int, *, backward: boo
 
 
 def delta_flops(config: ModelConfig, length: int) -> float:
-    """Forward products of one layer's delta rule in chunks of C tokens: pairs, inverse, what is read from and written to the state."""
-    c, heads, group = config.chunk_size, config.linear_num_key_heads, config.value_heads_per_key_head
+    """Forward products of one layer's delta rule in chunks of C tokens: decays, pairs, inverse, solution, reads and writes of the state."""
+    c, keys, values = config.chunk_size, config.linear_num_key_heads, config.linear_num_value_heads
     k, v = config.linear_key_head_dim, config.linear_value_head_dim
     doublings = (c // 8).bit_length() - 1
     inverse = 2 * c**3 * (4 + 2 * doublings)
-    chunk = 2 * heads * (2 * c * c * k + 2 * c * k * group * v + 2 * group * c * c * v + c * k * group * v) + heads * group * inverse
-    return chunk * -(-length // c)
+    a_value_head = 2 * (c * c * (c + 1) + c * c * (v + k) + 3 * c * k * v + c * c * v) + inverse
+    return (keys * 4 * c * c * k + values * a_value_head) * -(-length // c)
 
 
 def executed_flops(config: ModelConfig, length: int, trained: int, *, backward: bool = True) -> float:
@@ -58,27 +58,31 @@ def executed_flops(config: ModelConfig, length: int, trained: int, *, backward: 
     delta = linear * delta_flops(config, length)
     vocabulary = 2 * trained * sizes["vocabulary"]
     splashed = config.attention == "splash"
-    pairs = splash.tiles_computed(length) * splash.tile(length) ** 2 if splashed else _blocked_pairs(length)
+    pairs = splash.tiles_computed(length) * splash.tile(length) ** 2 if splashed else tiled_pairs(length)
     product = full * 2 * config.num_heads * config.head_dim * pairs  # one of the two of attention
     if not backward:
         return projections + mlp + delta + 2 * product + vocabulary
-    again = config.remat != "none"
     pieces = 0 < config.piece_length < length
-    # The MLP comes last: of what is done again its second product is not needed. Done again, each half of the residual needs the half before.
+    again = config.remat != "none"
+    # In pieces everything but attention is done again where its gradient is computed; layers that remat does again as well count twice.
+    entered = 2 * length * full * config.hidden_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # query, key, value
+    twice = (projections + mlp + delta if config.remat == "block" else entered if again else 0.0) if pieces else 0.0
+    # The MLP comes last: of what is done again its second product is not needed.
     mlp_again = 2 / 3 if pieces or config.remat == "layer" else (1.0 if again else 0.0)
     return (
-        projections * (3 + again)
+        (projections + delta) * (3 + (again or pieces))
         + mlp * (3 + mlp_again)
-        + delta * (3 + again + pieces)
-        + product * (2 + 2 * again + (7 if splashed else 4))  # the kernel's two backward parts: scores twice, their gradient twice
+        + twice
+        + product * (2 + 2 * again + (7 if splashed else 5))  # backward: scores again; the kernel's two parts each do scores and their gradient
         + vocabulary * 4
     )
 
 
-def _blocked_pairs(length: int) -> float:
-    """Query blocks against all keys up to their own end (`attention.attend_packed`)."""
-    block = max(128, -(-length // 16))
-    return sum((min(start + block, length) - start) * min(start + block, length) for start in range(0, length, block))
+def tiled_pairs(length: int) -> float:
+    """Square tiles at and below the diagonal (`attention.attend_packed`)."""
+    tile = min(1024, max(128, length // 16 // 128 * 128))
+    blocks = -(-length // tile)
+    return blocks * (blocks + 1) / 2 * tile**2
 
 
 def stream_bytes(config: ModelConfig, length: int) -> float:
@@ -97,13 +101,15 @@ def activation_bytes(config: ModelConfig, length: int, trained: int) -> float:
     d, stream = config.hidden_size, length * config.hidden_size * item
     kept = {"layer": config.num_layers, "block": config.num_layers // config.full_attention_interval, "none": 0}[config.remat] * stream
     piece = min(config.piece_length or length, length)
+    if piece < length:  # the states that pieces hand on
+        states = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+        kept += num_layers(config)[0] * length // piece * 4 * states
     mlp = piece * config.intermediate_size * item * 5 + 3 * d * config.intermediate_size * (item + 4)
     channels = config.linear_num_key_heads * config.conv_channels_per_head
     values = config.linear_num_value_heads * config.linear_value_head_dim
-    linear = length * (2 * channels + 6 * values) * item + piece * 4 * (6 * channels + 10 * config.linear_num_value_heads * config.chunk_size)
+    linear = piece * ((2 * channels + 6 * values) * item + 4 * (6 * channels + 10 * config.linear_num_value_heads * config.chunk_size))
     heads = config.num_heads * config.head_dim
-    scores = 0 if config.attention == "splash" else config.num_heads * _blocked_pairs(length) * (4 + item)
-    full = length * 8 * heads * item + scores
+    full = length * 8 * heads * item
     widest = {"layer": max(mlp, linear, full), "block": mlp + full + (config.full_attention_interval - 1) * (mlp + linear)}
     layers = num_layers(config)
     working = widest.get(config.remat, layers[0] * linear + layers[1] * full + config.num_layers * mlp)

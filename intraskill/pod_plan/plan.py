@@ -99,13 +99,13 @@ def _compiled(config: Any, shape: ModelConfig, topology: Topology, wanted: Seque
     # A step's arguments leave out what it does not read; that lies in the device's memory all the same.
     resident = {"gradient": state.optimizer, "log_probs": state.optimizer, "apply": 0}
     names = [name for name in STEPS if name in programs and name in wanted]
-    found = [steps.compile_step(name, programs[name], len(devices), resident=resident[name]) for name in names]
+    found = [steps.compile_step(name, programs[name], topology, len(devices), resident=resident[name]) for name in names]
     if "apply" in wanted:  # no products: parameters, moments and gradient are read, the first two written
         moved = Work(bytes=2 * (state.parameters + state.optimizer) + state.gradient)
         found[names.index("apply")] = dataclasses.replace(found[names.index("apply")], work=moved)
     if "decode" in wanted:
         traced = steps.decode_program(config, shape, devices)
-        found.append(steps.compile_step("decode", traced, 1, while_trips=config.rollout.decode_block))
+        found.append(steps.compile_step("decode", traced, topology, 1, while_trips=config.rollout.decode_block))
     return state, tuple(found)
 
 
@@ -138,5 +138,5 @@ def knob(plan: Plan, step: Step) -> str:
     if shape.attention == "blocked" and plan.topology.kind == "tpu":
         return "set model.attention=splash: the kernel writes no attention scores to memory"
     if not shape.piece_length:
-        return "set model.piece_length, e.g. to an eighth of the row: MLP and linear attention then need less at a time"
+        return "set model.piece_length, e.g. to an eighth of the row: all but attention itself then needs less at a time"
     return "lower grpo.row_length (and rollout.max_context with it), or take a larger slice, so that mesh.fsdp cuts the state into more pieces"

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from configs import coevolve
 from intraskill import parts
 from intraskill.grpo.loss import DeviceBatch
+from intraskill.models.qwen35 import attention, gated_delta
 from intraskill.models.qwen35.config import QWEN35_4B, ModelConfig
 from intraskill.models.qwen35.model import abstract_params
 from intraskill.models.qwen35.sharding import make_mesh
@@ -95,6 +96,31 @@ def test_model_flops_by_hand():
     entries = 4_205_751_296 - others
     rule, attention = 24 * 6 * 32 * 128 * 128, 8 * 4 * 16 * 256
     assert analytic.model_flops(QWEN35_4B, 1, 1) == 3 * (2 * entries + rule + attention)
+
+
+@pytest.mark.parametrize("length", [64, 200])
+def test_the_delta_rules_formula_counts_its_program(length):
+    c = dataclasses.replace(QWEN35_4B, chunk_size=64)
+    heads, group = c.linear_num_key_heads, c.value_heads_per_key_head
+    q = shaped(1, length, heads, c.linear_key_head_dim)
+    v, gate = shaped(1, length, heads, group, c.linear_value_head_dim), shaped(1, length, heads, group)
+    rule = functools.partial(gated_delta.chunked, state=None, chunk_size=64)
+    traced = jax.jit(rule).trace(q, q, v, gate, gate, shaped(1, length, dtype=jnp.int32))
+    assert work.of(traced, 1).flops == analytic.delta_flops(c, length)
+
+
+@pytest.mark.parametrize("length", [100, 2048, 3000, 24576])
+def test_tiled_attentions_formula_counts_its_program(length):
+    """Forward two products of a tile, backward five."""
+    q, k = shaped(1, length, 4, 32), shaped(1, length, 2, 32)
+    segments = shaped(1, length, dtype=jnp.int32)
+
+    def loss(q, k, v, segments):
+        return jnp.sum(attention.attend_packed(q, k, v, segments))
+
+    pairs = analytic.tiled_pairs(length)
+    assert work.of(jax.jit(loss).trace(q, k, k, segments), 1).flops == 2 * 2 * 4 * 32 * pairs
+    assert work.of(jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, segments), 1).flops == 7 * 2 * 4 * 32 * pairs
 
 
 @pytest.fixture(scope="module")

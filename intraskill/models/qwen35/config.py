@@ -53,8 +53,9 @@ class ModelConfig:
         "block" in all, fewer at a time). The rest is computed again.
       attention: how rows attend when they are trained on: "blocked" in XLA, on any platform; "splash" by the TPU kernel, which writes no scores to
         memory and needs bfloat16 and rows of a multiple of 128 tokens.
-      piece_length: tokens of a row that the MLP and the core of the linear attention handle at a time, to compute them again in the backward
-        pass; rows must be a multiple of it, and it of chunk_size. 0: the whole row.
+      piece_length: tokens of a row that are worked on at a time, everywhere but in full attention itself; the backward pass computes them again, last
+        piece first (`pieces`). Linear layers then keep their input and, per piece, the state that it starts from, under "none" as under "layer". Rows
+        must be a multiple of it, and it of chunk_size. 0: the whole row.
       scan_layers: stack the parameters of equal layers and scan over the blocks, so that many layers compile like one block. Without it
         each layer owns its arrays, which saves a copy of every weight per call: worth it for small models and for decoding.
     """

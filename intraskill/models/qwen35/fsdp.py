@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from intraskill.models.qwen35.attention import MASKED
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.layers import precision, rms_norm, rotation
-from intraskill.models.qwen35.model import LogProbs, layer, through_layers
+from intraskill.models.qwen35.model import LogProbs, layers, through_layers
 from intraskill.models.qwen35.params import Params, logical_axes
 from intraskill.models.qwen35.sharding import ROWS, partition_spec
 
@@ -169,11 +169,11 @@ def _on_device(
     cos, sin = rotation(config, positions)
     kinds = {"full" if "full" in a else "linear": a for a in axes["layers"].values()}
 
-    def one(p, x):
-        p = _gather_layer(kinds["full" if "full" in p else "linear"], p, config.activation_dtype)
-        return layer(config, p, x, cos, sin, segment_ids, lambda out: lax.psum(out, "tensor"))
+    def some(entries, x):
+        whole = functools.partial(_gather_layer, kinds["full" if "full" in entries[0] else "linear"], dtype=config.activation_dtype)
+        return layers(config, entries, x, cos, sin, segment_ids, whole, lambda out: lax.psum(out, "tensor"))
 
-    x = through_layers(config, params["layers"], _embed(params["embed"], tokens, config.activation_dtype), one)
+    x = through_layers(config, params["layers"], _embed(params["embed"], tokens, config.activation_dtype), some)
     wanted = jnp.take_along_axis(x, index[:, :, None], axis=1).reshape(-1, config.hidden_size)
     hidden = rms_norm(wanted, params["final_norm"], config.rms_eps)
     table = params["embed"] if config.tie_embeddings else params["head"]

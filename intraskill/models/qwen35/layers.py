@@ -9,7 +9,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from intraskill.models.qwen35.config import ModelConfig
-from intraskill.types import InputError
 
 
 def precision(dtype: Any) -> lax.Precision | None:
@@ -70,25 +69,3 @@ def mlp(p: dict[str, Any], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Gated SiLU."""
     gate_up = project("btd,dcf->btcf", x, p["gate_up"])
     return project("btf,fd->btd", jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1], p["down"])
-
-
-def mlp_in_pieces(config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """`mlp`, with the wide intermediate of one piece of the row at a time."""
-    if not 0 < config.piece_length < x.shape[1]:
-        return mlp(p, x)
-    return join_pieces(lax.map(jax.checkpoint(lambda piece: mlp(p, piece)), cut_pieces(config, x)))
-
-
-def cut_pieces(config: ModelConfig, x: Array) -> Array:
-    """[B, T, ...] -> [T / piece_length, B, piece_length, ...]."""
-    if x.shape[1] % config.piece_length:
-        raise InputError(
-            f"a row of {x.shape[1]} tokens is no multiple of model piece_length, {config.piece_length}: change row_length or piece_length"
-        )
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, config.piece_length, *x.shape[2:]), 1, 0)
-
-
-def join_pieces(x: Array) -> Array:
-    """The inverse of `cut_pieces`."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])

@@ -4,7 +4,7 @@ Rows may hold several segments (episodes) one after the other. A token sees only
 state, so a packed row gives what its segments give alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from intraskill.models.qwen35 import pieces
 from intraskill.models.qwen35.attention import MASKED, attend_cached, attend_packed
 from intraskill.models.qwen35.cache import Cache
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.models.qwen35.gated_delta import causal_conv, chunked, conv_window, l2_norm, step
-from intraskill.models.qwen35.layers import cut_pieces, join_pieces, mlp, mlp_in_pieces, precision, project, rms_norm, rotate, rotation
+from intraskill.models.qwen35.layers import mlp, precision, project, rms_norm, rotate, rotation
 from intraskill.models.qwen35.params import Params, abstract_params, init_params, layer_params
 
 __all__ = ["LogProbs", "abstract_params", "extend", "forward", "init_params", "log_probs", "logits"]
@@ -63,66 +64,45 @@ def _mixed(x: Float[Array, "B T H E"], conv: Array, segment_ids: Int[Array, "B T
     return jax.nn.silu(lax.optimization_barrier(causal_conv(x, conv, segment_ids)))
 
 
-def _linear_core(
-    config: ModelConfig,
-    conv: Array,
-    raw: Float[Array, "B T H E"],
-    beta: Float[Array, "B T H G"],
-    g: Float[Array, "B T H G"],
-    segment_ids: Int[Array, "B T"],
-) -> Float[Array, "B T H G V"]:
-    """Convolution and delta rule; with config.piece_length one piece after the other, which hand on the state and the convolution's last inputs."""
-    if not 0 < config.piece_length < raw.shape[1]:
-        q, k, v = split_conv(config, _mixed(raw, conv, segment_ids))
-        return chunked(q, k, v, beta, g, segment_ids, None, config.chunk_size)[0]
-    batch, _, heads, channels = raw.shape
-    past = config.conv_kernel - 1
-
-    def one_piece(carried, piece):
-        state, window, window_segments, segment = carried
-        raw, beta, g, segments = piece
-        window, window_segments = jnp.concatenate([window, raw], axis=1), jnp.concatenate([window_segments, segments], axis=1)
-        q, k, v = split_conv(config, _mixed(window, conv, window_segments)[:, past:])
-        state = jnp.where((segments[:, 0] == segment)[:, None, None, None, None], state, 0)
-        out, state = chunked(q, k, v, beta, g, segments, state, config.chunk_size)
-        return (state, window[:, config.piece_length :], window_segments[:, config.piece_length :], segments[:, -1]), out.astype(raw.dtype)
-
-    nobody = jnp.full((batch, past + 1), -1, jnp.int32)
-    state = jnp.zeros((batch, heads, config.linear_key_head_dim, config.value_heads_per_key_head, config.linear_value_head_dim), jnp.float32)
-    start = (state, jnp.zeros((batch, past, heads, channels), raw.dtype), nobody[:, 1:], nobody[:, 0])
-    pieces = tuple(cut_pieces(config, x) for x in (raw, beta, g, segment_ids))
-    return join_pieces(lax.scan(jax.checkpoint(one_piece), start, pieces)[1])
-
-
 def _linear_attention(config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     beta, g = gates(p, x)
     real = (segment_ids > 0)[:, :, None, None]
     raw = project("btd,dhe->bthe", x, p["qkv"])
-    out = _linear_core(config, p["conv"], raw, jnp.where(real, beta, 0), jnp.where(real, g, 0), segment_ids)
+    beta, g = jnp.where(real, beta, 0), jnp.where(real, g, 0)
+    q, k, v = split_conv(config, _mixed(raw, p["conv"], segment_ids))
+    out, _ = chunked(q, k, v, beta, g, segment_ids, None, config.chunk_size)
     return linear_out(config, p, out, x)
 
 
 def attention_inputs(config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], cos: Array, sin: Array) -> tuple[Array, Array, Array, Array]:
     """Queries and their output gates [B, T, H, d], keys and values [B, T, H_kv, d]; queries and keys normalised and rotated."""
     q, gate = jnp.split(project("btd,dhc->bthc", x, p["q"]), 2, axis=-1)
-    k, v = jnp.split(project("btd,dhc->bthc", x, p["kv"]), 2, axis=-1)
-    q = rotate(rms_norm(q, p["q_norm"], config.rms_eps), cos, sin)
-    return q, gate, rotate(rms_norm(k, p["k_norm"], config.rms_eps), cos, sin), v
+    q, k, v = _turned(config, p, q, project("btd,dhc->bthc", x, p["kv"]), cos, sin)
+    return q, gate, k, v
+
+
+def _turned(config: ModelConfig, p: dict[str, Any], q: Array, kv: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+    k, v = jnp.split(kv, 2, axis=-1)
+    return rotate(rms_norm(q, p["q_norm"], config.rms_eps), cos, sin), rotate(rms_norm(k, p["k_norm"], config.rms_eps), cos, sin), v
 
 
 def attention_out(p: dict[str, Any], out: Float[Array, "B T H d"], gate: Float[Array, "B T H d"]) -> Float[Array, "B T D"]:
     return project("bthd,hdo->bto", out * jax.nn.sigmoid(gate), p["out"])
 
 
+def _attend(config: ModelConfig, q: Array, k: Array, v: Array, segment_ids: Int[Array, "B T"]) -> Float[Array, "B T H d"]:
+    if config.attention == "splash":
+        from intraskill.models.qwen35.splash import attend_splash  # most of a second to import, and only TPUs have a use for it
+
+        return attend_splash(q, k, v, segment_ids)
+    return attend_packed(q, k, v, segment_ids)
+
+
 def _full_attention(
     config: ModelConfig, p: dict[str, Any], x: Float[Array, "B T D"], cos: Array, sin: Array, segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     q, gate, k, v = attention_inputs(config, p, x, cos, sin)
-    if config.attention == "splash":
-        from intraskill.models.qwen35.splash import attend_splash  # most of a second to import, and only TPUs have a use for it
-
-        return attention_out(p, attend_splash(q, k, v, segment_ids), gate)
-    return attention_out(p, attend_packed(q, k, v, segment_ids), gate)
+    return attention_out(p, _attend(config, q, k, v, segment_ids), gate)
 
 
 # --------------------------------------------------------------------------------------------------------------- forward
@@ -132,45 +112,144 @@ def embed(params: Params, config: ModelConfig, tokens: Int[Array, "B T"]) -> Flo
     return params["embed"].astype(config.activation_dtype)[tokens]
 
 
-def layer(
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def layers(
     config: ModelConfig,
-    p: Params,
+    entries: Sequence[Params],
     x: Float[Array, "B T D"],
     cos: Array,
     sin: Array,
     segment_ids: Int[Array, "B T"],
-    total: Callable[[Array], Array] = lambda x: x,
+    whole: Callable[[Params], Params] = _unchanged,
+    total: Callable[[Array], Array] = _unchanged,
 ) -> Float[Array, "B T D"]:
-    """One layer. `total` adds up what devices that hold different heads and MLP columns contribute to the residual."""
-    h = rms_norm(x, p["attention_norm"], config.rms_eps)
-    if "full" in p:
-        with jax.named_scope("full_attention"):
-            x = x + total(_full_attention(config, p["full"], h, cos, sin, segment_ids))
-    else:
+    """Layers of one kind, one after the other.
+
+    `whole` makes of the stored parameters those to compute with. `total` adds up what devices that hold different heads and MLP columns contribute
+    to the residual. Neither may close over traced values.
+    """
+    full, in_pieces = "full" in entries[0], pieces.applies(config, x.shape[1])
+    if in_pieces and not full:
+        return _linear_in_pieces(config, entries, x, segment_ids, whole, total)
+    for p in entries:
+        if in_pieces:
+            # Backward, the barrier keeps the linear layers waiting for these matrices' gradients, which otherwise lie about whole until the end.
+            p, x = lax.optimization_barrier((p, x))
+            x = _full_in_pieces(config, whole(p), x, cos, sin, segment_ids, total)
+            continue
+        p = whole(p)
+        h = rms_norm(x, p["attention_norm"], config.rms_eps)
+        if full:
+            with jax.named_scope("full_attention"):
+                x = x + total(_full_attention(config, p["full"], h, cos, sin, segment_ids))
+        else:
+            with jax.named_scope("linear_attention"):
+                x = x + total(_linear_attention(config, p["linear"], h, segment_ids))
+        with jax.named_scope("mlp"):
+            x = x + total(mlp(p["mlp"], rms_norm(x, p["mlp_norm"], config.rms_eps)))
+    return x
+
+
+def _linear_in_pieces(
+    config: ModelConfig,
+    entries: Sequence[Params],
+    x: Float[Array, "B T D"],
+    segment_ids: Int[Array, "B T"],
+    whole: Callable[[Params], Params],
+    total: Callable[[Array], Array],
+) -> Float[Array, "B T D"]:
+    """All of a layer for one piece of the row, then for the next, which is handed the state and the convolution's last inputs."""
+    past, length = config.conv_kernel - 1, config.piece_length
+    heads, channels = entries[0]["linear"]["conv"].shape[1:]
+
+    def start(x):
+        state = (x.shape[0], heads, config.linear_key_head_dim, config.value_heads_per_key_head, config.linear_value_head_dim)
+        return jnp.zeros(state, jnp.float32), jnp.zeros((x.shape[0], past, heads, channels), x.dtype)
+
+    @jax.checkpoint  # the convolution's shifted inputs are as many again as its taps
+    def convolved(window, conv, segments):
+        return split_conv(config, _mixed(window, conv, segments)[:, past:])
+
+    def body(p, carried, x, segments):  # segments: of the piece, and of the past + 1 tokens before it
+        state, window = carried
         with jax.named_scope("linear_attention"):
-            x = x + total(_linear_attention(config, p["linear"], h, segment_ids))
+            linear, h = p["linear"], rms_norm(x, p["attention_norm"], config.rms_eps)
+            beta, g = gates(linear, h)
+            window = jnp.concatenate([window, project("btd,dhe->bthe", h, linear["qkv"])], axis=1)
+            q, k, v = convolved(window, linear["conv"], segments[:, 1:])
+            state = jnp.where((segments[:, past] == segments[:, past + 1])[:, None, None, None, None], state, 0)
+            segments = segments[:, past + 1 :]
+            real = (segments > 0)[:, :, None, None]
+            out, state = chunked(q, k, v, jnp.where(real, beta, 0), jnp.where(real, g, 0), segments, state, config.chunk_size)
+            x = x + total(linear_out(config, linear, out, h))
+        with jax.named_scope("mlp"):
+            x = x + total(mlp(p["mlp"], rms_norm(x, p["mlp_norm"], config.rms_eps)))
+        return (state, window[:, length:]), x
+
+    longer = jnp.pad(segment_ids, ((0, 0), (past + 1, 0)), constant_values=-1)
+    segments = jnp.stack([longer[:, i : i + past + 1 + length] for i in range(0, x.shape[1], length)])
+    return pieces.layers(pieces.Work(length, body, start, whole), entries, x, segments)
+
+
+def _full_in_pieces(
+    config: ModelConfig, p: Params, x: Float[Array, "B T D"], cos: Array, sin: Array, segment_ids: Int[Array, "B T"], total: Callable[[Array], Array]
+) -> Float[Array, "B T D"]:
+    """Only attention itself sees the whole row; what comes before and after it goes by pieces, its output gate with what comes after."""
+    length, width = config.piece_length, config.head_dim
+
+    def before(p, _, x, rotary):
+        h = rms_norm(x, p["norm"], config.rms_eps)
+        q, kv = (project("btd,dhc->bthc", h, p[name]) for name in ("q", "kv"))
+        return (), _turned(config, p, q, kv, *rotary)
+
+    def after(p, _, rows, __):
+        x, out = rows
+        gate = project("btd,dhc->bthc", rms_norm(x, p["norm"], config.rms_eps), p["gate"])
+        x = x + total(attention_out(p, out, gate))
+        return (), x + total(mlp(p["mlp"], rms_norm(x, p["mlp_norm"], config.rms_eps)))
+
+    def work(body):
+        return pieces.Work(length, body, lambda rows: (), _unchanged)
+
+    full = dict(p["full"])
+    query, gate = jnp.split(full.pop("q"), [width], axis=-1)
+    last = {"gate": gate, "out": full.pop("out"), "norm": p["attention_norm"], "mlp": p["mlp"], "mlp_norm": p["mlp_norm"]}
+    first = {**full, "q": query, "norm": p["attention_norm"]}
+    with jax.named_scope("full_attention"):
+        entered: Any = pieces.once(work(before), first, x, tuple(pieces.cut(length, part) for part in (cos, sin)))
+        q, k, v = entered
+        out = _attend(config, q, k, v, segment_ids)
     with jax.named_scope("mlp"):
-        return x + total(mlp_in_pieces(config, p["mlp"], rms_norm(x, p["mlp_norm"], config.rms_eps)))
+        return pieces.once(work(after), last, (x, out), ())
 
 
-def through_layers(config: ModelConfig, layers: Params, x: Float[Array, "B T D"], layer: Callable[[Params, Array], Array]) -> Float[Array, "B T D"]:
-    """`layer(p, x)` for each layer in turn, under the configured remat and scan."""
-    one = jax.checkpoint(layer) if config.remat == "layer" else layer
+def through_layers(
+    config: ModelConfig, params: Params, x: Float[Array, "B T D"], some: Callable[[Sequence[Params], Array], Array]
+) -> Float[Array, "B T D"]:
+    """`some(entries, x)` for all layers, those of one kind in turn, under the configured remat and scan."""
+    again = jax.checkpoint(some) if config.remat == "layer" else some
+    in_pieces = pieces.applies(config, x.shape[1])
 
     def block(x, entries):
+        linear, full = entries[:-1], entries[-1:]
+        if in_pieces and linear:  # they compute themselves again
+            x, entries = some(linear, x), full
         for p in entries:
-            x = one(p, x)
+            x = again([p], x)
         return x
 
     if config.remat == "block":
         block = jax.checkpoint(block)
     period = config.full_attention_interval
-    entries = [layers[str(i)] for i in range(config.num_entries)]
+    entries = [params[str(i)] for i in range(config.num_entries)]
     if config.scan_layers:
         through: tuple[Any, None] = lax.scan(lambda x, entries: (block(x, entries), None), x, entries)
         return through[0]
-    for start in range(0, config.num_layers, period):
-        x = block(x, entries[start : start + period])
+    for first in range(0, config.num_layers, period):
+        x = block(x, entries[first : first + period])
     return x
 
 
@@ -187,7 +266,7 @@ def forward(
       segment_ids: 1, 2, ... for the segments of a row, contiguous; 0 for padding, only at the row's end.
     """
     cos, sin = rotation(config, positions)
-    x = through_layers(config, params["layers"], embed(params, config, tokens), lambda p, x: layer(config, p, x, cos, sin, segment_ids))
+    x = through_layers(config, params["layers"], embed(params, config, tokens), lambda entries, x: layers(config, entries, x, cos, sin, segment_ids))
     return rms_norm(x, params["final_norm"], config.rms_eps)
 
 
