@@ -59,9 +59,9 @@ def check_training(command: Sequence[str], devices: int, servers: Sequence[str],
     require("launch/train.py" in command and "--config=configs/coevolve.py" in command, f"{name}: trains with another command: {command}")
     settings = settings_of(command)
     config: Any = coevolve.get_config()
-    sizes = [int(settings.get(f"mesh.{axis}", config.mesh[axis])) for axis in ("data", "fsdp", "tensor")]
+    sizes = [int(settings.get(f"mesh.{axis}") or config.mesh[axis]) for axis in ("data", "fsdp", "tensor")]
     require(math.prod(sizes) == devices, f"{name}: a mesh of {sizes} for {devices} devices")
-    rows = int(settings.get("grpo.rows_per_microbatch", config.grpo.rows_per_microbatch))
+    rows = int(settings.get("grpo.rows_per_microbatch") or config.grpo.rows_per_microbatch)
     require(rows % (sizes[0] * sizes[1]) == 0, f"{name}: {rows} rows a microbatch do not spread over a mesh of {sizes}")
     named = re.findall(r"'([^']*)'", settings.get("engine.addresses", ""))
     require(sorted(named) == sorted(servers), f"{name}: trains against {named}, starts {sorted(servers)}")
