@@ -118,7 +118,9 @@ def _turn_from_json(record: Mapping[str, Any], ids: Iterator[int], logprobs: Ite
 
 
 def _check_schema(record: Any) -> None:
-    found = record.get("schema") if isinstance(record, Mapping) else None
+    if not isinstance(record, Mapping):
+        raise InputError(f"the record is damaged ({str(record)[:40]!r} where an object belongs): restore the file, or play the group again")
+    found = record.get("schema")
     if found != SCHEMA:
         raise InputError(f"the record has schema {found!r}, this version reads {SCHEMA}: read it with the version that wrote it")
 

@@ -14,6 +14,7 @@ from intraskill import fast_loop
 from intraskill.grpo import batch_file
 from intraskill.grpo.learner import NonFiniteUpdate
 from intraskill.grpo.loss import ClippedPolicyGradient
+from intraskill.models.qwen35.config import QWEN35_4B
 from intraskill.parts import Parts, check_settings, make_objective, packing_options
 from intraskill.types import Group, InputError, Mask, MaskKind, Status, Trajectory, Turn
 
@@ -49,7 +50,7 @@ def parts_of(tmp_path, config, *, log_probs=toy.log_probs):
     parts.config, parts.run = config, types.SimpleNamespace(path=tmp_path)
     parts.metrics = types.SimpleNamespace(write=lines.append)
     parts.progress = types.SimpleNamespace(start=lambda *_: None, advance=lambda *_: None, finish=lambda *_: None)
-    parts.policy = types.SimpleNamespace(config=None)
+    parts.policy = types.SimpleNamespace(config=QWEN35_4B)  # read only where a peak is configured
     parts.learner = toy.learner(make_objective(config), learning_rate=config.grpo.learning_rate, log_probs=log_probs)
     parts.reference = parts.learner.reference(toy.params(seed=5)) if config.grpo.kl_coefficient else None
     return parts, lines
