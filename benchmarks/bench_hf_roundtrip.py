@@ -9,6 +9,7 @@ export together within 2.5 times a copy; peak memory below the parameters plus 1
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from intraskill.models.qwen35.config import ModelConfig  # noqa: E402
+from intraskill.models.qwen35.config import QWEN35_4B, ModelConfig  # noqa: E402
 from intraskill.models.qwen35.hf_layout import published_shapes  # noqa: E402
 from intraskill.run_directory import require_disk  # noqa: E402
 from intraskill.types import InputError  # noqa: E402
@@ -37,21 +38,7 @@ BLOCK = 1 << 25
 
 def model_config(layers: int, vocabulary: int) -> ModelConfig:
     """Qwen3.5-4B, or a part of it."""
-    return ModelConfig(
-        vocab_size=vocabulary,
-        hidden_size=2560,
-        intermediate_size=9216,
-        num_layers=layers,
-        full_attention_interval=4,
-        num_heads=16,
-        num_kv_heads=4,
-        head_dim=256,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        param_dtype="bfloat16",
-    )
+    return dataclasses.replace(QWEN35_4B, vocab_size=vocabulary, num_layers=layers, param_dtype="bfloat16")
 
 
 def write_source(directory: Path, config: ModelConfig) -> list[int]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from intraskill import weights
@@ -105,7 +104,6 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
     start = time.monotonic()
     parts.progress.start(f"step {step}: rollout", settings.oversample)
     served = (await parts.engine.healthy()).digest
-    reused: list[int] = []
 
     def assign(index: int) -> Assignment:
         return guide(curriculum, bank, index, task_of(parts.tasks["train"], parts.config.seed, index), settings.group_size)
@@ -120,7 +118,6 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
     def known(assignment: Assignment) -> Group | None:
         group = recorded(parts, group_path(parts, round_index, assignment.index), assignment, served)
         if group is not None:
-            reused.append(group.index)
             parts.progress.advance(f"step {step}: rollout")
         return group
 
@@ -130,8 +127,9 @@ async def rollout(parts: Parts, bank: Bank, curriculum: Curriculum, round_index:
     groups = await collect_until(parts.rollout(TRAIN), assign, first_group, settings.oversample, lambda g: decide(g).missing, keep, known)
     admission = decide(groups)
     parts.progress.finish(f"step {step}: rollout")
-    if reused:
-        parts.progress.say(f"step {step}: {len(reused)} of {len(groups)} groups were finished before the interruption and were not played again")
+    if len(fresh) < len(groups):
+        read = len(groups) - len(fresh)
+        parts.progress.say(f"step {step}: {read} of {len(groups)} groups were finished before the interruption and were not played again")
     figures = rollout_metrics(groups, curriculum, step) | admission.metrics() | rollout_speed(fresh, time.monotonic() - start)
     return Played(groups, admission, {"kind": "rollout", "round": round_index, "step": step, **figures})
 
@@ -146,7 +144,7 @@ class OptimizerBatch:
 
 
 def optimizer_batches(config: Any, admitted: Sequence[Group]) -> list[OptimizerBatch]:
-    """The batches of one step: whole groups, dealt in turn to `grpo.updates_per_step` updates. Host arrays only, the same on every process."""
+    """The batches of one step: whole groups, dealt in turn to `grpo.updates_per_step` updates. Host arrays only."""
     settings, batches = config.grpo, []
     for share in (admitted[i :: settings.updates_per_step] for i in range(settings.updates_per_step)):
         episodes, origins = [], []
@@ -190,8 +188,7 @@ def _stopping_at(parts: Parts, step: int, batch: OptimizerBatch) -> Iterator[Non
         yield
     except NonFiniteUpdate as error:
         path = parts.run.path / "failed" / f"update-{error.step:06d}.npz"
-        if jax.process_index() == 0:
-            batch_file.save(path, batch.microbatches, batch.origins)
+        batch_file.save(path, batch.microbatches, batch.origins)
         named = [f"group {group} episode {episode}" for group, episode in (batch.origins[n] for n in error.episodes)]
         origin = ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
         raise InputError(
