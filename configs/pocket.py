@@ -19,8 +19,15 @@ def _full() -> ConfigDict:
     config.name = "pocket"
     config.runs_directory = "runs"
     config.seed = 0
+    _start(config)
+    _fast_loop(config)
+    _slow_loop(config)
+    _machine(config)
+    return config
 
-    # The policy and its skills at the start.
+
+def _start(config: ConfigDict) -> None:
+    """The policy, its skills and its shop."""
     config.model = ConfigDict(
         {
             "checkpoint": "pocket/checkpoint",
@@ -41,7 +48,8 @@ def _full() -> ConfigDict:
         {"seed": 20, "num_products": 2400, "train": 1200, "validation": 400, "test": 400, "page_size": 5, "max_actions": 22, "port": 0}
     )
 
-    # The fast loop.
+
+def _fast_loop(config: ConfigDict) -> None:
     config.schedule = ConfigDict({"rounds": 4, "steps_per_round": 20})
     config.rollout = ConfigDict(
         {
@@ -103,11 +111,15 @@ def _full() -> ConfigDict:
     config.curriculum = ConfigDict({"q": 0.2, "rho_min": 0.2, "rho_max": 0.9, "rho_unmeasured": 0.5, "scale": 0.0})
     config.curriculum.update({"withdraw_over": 0, "retrieve": 0, "mixed": False})
 
-    # The slow loop.
+
+def _slow_loop(config: ConfigDict) -> None:
     config.analysis = ConfigDict({"max_cards": 16, "max_candidates": 6})
     config.validation = ConfigDict({"tasks": 400, "samples": 1})
     config.test = ConfigDict({"tasks": 400, "samples": 1})
 
+
+def _machine(config: ConfigDict) -> None:
+    """What it is computed on, what is kept, and how it is watched."""
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "tensor": 1})
     # The newest `keep` stay, and for good those of steps divisible by keep_every (0: none).
     config.checkpoint = ConfigDict({"every_steps": 1, "keep": 2, "keep_every": 0})
@@ -116,7 +128,6 @@ def _full() -> ConfigDict:
     # Several processes, one run (docs/training.md). detect: ask the cluster (TPU slice, GKE, Slurm) for them where no flag names them. start: how
     # long they may take to find each other; heartbeat: how long one may say nothing before the others give up.
     config.distributed = ConfigDict({"detect": False, "start_seconds": 300.0, "heartbeat_seconds": 60.0})
-    return config
 
 
 def _demo(config: ConfigDict) -> None:

@@ -88,10 +88,8 @@ def test_accumulated_gradients_equal_the_unsplit_batch_s(params):
     (state, first), (other, second) = (learner.update(learner.init(params), split_rows(whole, rows)) for rows in (8, 2))
     assert first["grad_norm"] > 0.1 and first == pytest.approx(second, rel=1e-5, abs=1e-6)
 
-    def close(a, b):  # 1e-6 is met by a toy (test_learner); here products over eight rows and over two are summed in other orders
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, float(np.abs(a).max())))
-
-    jax.tree.map(close, state.opt_state[0].mu, other.opt_state[0].mu)
+    # 1e-6 is met by a toy (test_learner). Here products over eight rows and over two are summed in other orders: 3e-6 was seen.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-6), state.opt_state[0].mu, other.opt_state[0].mu)
 
 
 def test_it_learns_a_fixed_sequence(params):
