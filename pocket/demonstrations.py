@@ -88,8 +88,7 @@ def _labels(results: str) -> list[str]:
 class _Writer:
     """Grows one token sequence; a token and its loss weight are born together."""
 
-    def __init__(self, chat: Chat, prompt: list[int]):
-        self._chat = chat
+    def __init__(self, prompt: list[int]):
         self.tokens = list(prompt)
         self.weights: list[float] = [0.0] * len(prompt)
 
@@ -154,7 +153,7 @@ class Demonstrator:
         shopper = self.shopper(rng, task, chunks)
         session = Session(shop, task)
         observation = session.observation
-        writer = _Writer(self._chat, self._chat.prompt(Task(task.id, task.instruction, task.persona), chunks, observation))
+        writer = _Writer(self._chat.prompt(Task(task.id, task.instruction, task.persona), chunks, observation))
         while True:
             action = shopper.act(observation)
             slip = self._slip(rng, observation, action)
@@ -199,7 +198,7 @@ class Demonstrator:
         listed = session.step("search", {"query": read_instruction(task.instruction).kind}).observation
         page = session.step("click", {"target": rng.choice(_labels(listed))}).observation
         thought, answers = self._verdicts(rng, page, _attributes_of(shop, task))
-        writer = _Writer(self._chat, [])
+        writer = _Writer([])
         writer.add(self._result(page), 0.0)
         ids = self._assistant(Action(thought, "click", "previous"))
         writer.add(ids, self._answer_weights(ids, answers))
@@ -218,7 +217,7 @@ class Demonstrator:
         budget = int(next(p for v in goal.options.values() for p in v.values() if p is not None)) + rng.randint(-10, 14)
         instruction = task.instruction.replace(f"${read_instruction(task.instruction).budget}", f"${budget}")
         wish, pool = read_instruction(instruction), _attributes_of(shop, task)
-        writer = _Writer(self._chat, self._chat.prompt(Task(task.id, instruction, task.persona), chunks, session.observation))
+        writer = _Writer(self._chat.prompt(Task(task.id, instruction, task.persona), chunks, session.observation))
 
         def turn(action: Action, answers: Sequence[int] = ()) -> str:
             ids = self._assistant(action)
