@@ -145,7 +145,8 @@ class Learner:
         self._accumulate = jax.jit(
             self._accumulate_impl, in_shardings=(param_shardings, param_shardings, rows), out_shardings=(param_shardings, whole), donate_argnums=1
         )
-        self._norm = jax.jit(optax.tree.norm, in_shardings=(param_shardings,), out_shardings=whole)
+        # A partial of its own: JAX shares what it compiled between users of one function, and what a learner compiled could not be counted.
+        self._norm = jax.jit(partial(optax.tree.norm), in_shardings=(param_shardings,), out_shardings=whole)
         self._apply: Any = None  # see _step
         self._warm: set[tuple[int, ...]] = set()
 
