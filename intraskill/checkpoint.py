@@ -234,6 +234,11 @@ def _leaves(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def checksums(tree: PyTree[Array]) -> dict[str, int]:
+    """A number for each array, by its path, that another number for one of its elements would change."""
+    return {path: int(_checksum(leaf)) for path, leaf in _leaves(tree).items()}
+
+
 @jax.jit
 def _checksum(x: Array) -> UInt32[Array, ""]:
     """Sum over the elements of bits * (2 * index + 1) modulo 2**32: exact in any order, so the same on every mesh.

@@ -168,6 +168,7 @@ def update(parts: Parts, state: TrainState, admitted: Sequence[Group], round_ind
             if parts.reference is not None:
                 microbatches = learner.reference_log_probs(parts.reference, int(state.step), microbatches)
         scored.append(dataclasses.replace(batch, microbatches=microbatches))
+    _say_what_is_left_out(parts, step, scored)
     for batch in scored:
         start = time.monotonic()
         with _stopping_at(parts, step, batch):
@@ -179,6 +180,19 @@ def update(parts: Parts, state: TrainState, admitted: Sequence[Group], round_ind
         progress.advance(f"step {step}: update")
     progress.finish(f"step {step}: update")
     return state
+
+
+def _say_what_is_left_out(parts: Parts, step: int, batches: Sequence[OptimizerBatch]) -> None:
+    settings, num = parts.config.grpo, sum(len(b.origins) for b in batches)
+    overlong, untrained = (sum(len(getattr(b.report, name)) for b in batches) for name in ("overlong", "untrained"))
+    if overlong:
+        most = f"grpo.row_length = {settings.row_length} tokens, grpo.trained_per_row = {settings.trained_per_row} of them trained"
+        parts.progress.say(f"step {step}: {overlong} of {num} episodes exceed a row ({most}), so grpo.overlong = {settings.overlong} was applied")
+    if untrained:
+        parts.progress.say(f"step {step}: {untrained} of {num} episodes have no token to train")
+    for number, batch in enumerate(batches):
+        if not batch.report.num_trained:
+            parts.progress.say(f"step {step}: warning: no token is trained in update {number} of the step")
 
 
 @contextlib.contextmanager

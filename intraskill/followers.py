@@ -34,8 +34,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from intraskill import lines
-from intraskill.checkpoint import Checkpointer, Restored
+from intraskill.checkpoint import Checkpointer, Restored, checksums
 from intraskill.grpo.learner import Learner, TrainState
+from intraskill.run_directory import differences, plain
 from intraskill.types import Batch, EngineError, InputError, ProcessError, ShopError
 
 _FAILED = 2  # the exit status of expected errors, see launch/entry.py
@@ -143,6 +144,11 @@ class Lead:
             message = _encode(command, values or {}, batches)
             for line in self._lines.values():
                 line.send(message)
+
+    def prepare(self, config: Any, params: PyTree, values: Mapping[str, Any]) -> None:
+        """The first call: what the others need besides their config and checkpoint, and by what to know that both are this process's."""
+        if self._lines:
+            self.tell(Command.PREPARE, {**values, "config": plain(config.to_dict()), "parameters": checksums(params)})
 
     def whole(self, params: PyTree) -> PyTree:
         """Parameters that this host can read: gathered from all processes, or as they are where there is one."""
@@ -332,6 +338,18 @@ def _spread(learner: Learner, params: PyTree) -> PyTree:
     """Parameters that each process holds whole, on the learner's mesh; each device is given its own part and no more."""
     shardings = learner.state_shardings(params).params
     return jax.tree.map(lambda x, s: jax.make_array_from_callback(x.shape, s, lambda part: np.asarray(x)[part]), params, shardings)
+
+
+def require_same(told: Mapping[str, Any], config: Any, params: PyTree) -> None:
+    """Raises InputError unless this process was started like process 0: with other settings or weights it would train another policy, unseen."""
+    for key, there, here in differences(told["config"], plain(config.to_dict())):
+        raise InputError(f"{key} = {json.dumps(here)} here and {json.dumps(there)} at process 0: start all processes with the same --config flags")
+    here = checksums(params)
+    wrong = [name for name in sorted(here.keys() | told["parameters"].keys()) if here.get(name) != told["parameters"].get(name)]
+    if wrong:
+        raise InputError(
+            f"{config.model.checkpoint} holds other weights here than at process 0 ({len(wrong)} arrays differ, e.g. {wrong[0]}): copy it again"
+        )
 
 
 class LedLearner:

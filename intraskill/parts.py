@@ -77,6 +77,8 @@ _SIZES = {
     "shop.train": 1,
     "shop.validation": 1,
     "shop.test": 1,
+    "bank.max_active": 0,
+    "curriculum.scale": 0,
     "curriculum.withdraw_over": 0,
     "curriculum.retrieve": 0,
     "mesh.data": 1,
@@ -95,18 +97,17 @@ def check_sizes(config: Any, least: Mapping[str, int]) -> None:
     for key, smallest in least.items():
         section, _, name = key.rpartition(".")
         value = (config[section] if section else config)[name]
-        if value < smallest:
-            raise InputError(f"{key} = {value}: must be >= {smallest}")
+        if not smallest <= value < math.inf:
+            raise InputError(f"{key} = {value}: must be >= {smallest}" + (" and finite" if isinstance(value, float) else ""))
 
 
 def check_settings(config: Any) -> None:
     """Refuses settings of a training run that no stage could work with, before anything is built."""
     check_sizes(config, _SIZES)
     check_engine(config)
-    make_objective(config)  # checks its options
-    rollout, chances, betas = config.rollout, config.curriculum, config.grpo.betas
-    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        raise InputError(f"grpo.betas = {betas}: must be two numbers in [0, 1), e.g. (0.9, 0.98)")
+    make_objective(config)  # these two check their options
+    make_optimizer(config)
+    rollout, chances = config.rollout, config.curriculum
     if not config.name or "/" in config.name or config.name in (".", ".."):
         raise InputError(f"name = {config.name!r}: must be one path component; the parent directory is runs_directory")
     if "condition" in config:
@@ -124,6 +125,8 @@ def check_settings(config: Any) -> None:
     if not (0 <= chances.q <= 1 and 0 <= chances.rho_min <= chances.rho_max <= 1 and 0 <= chances.rho_unmeasured <= 1):
         values = ", ".join(f"{k} = {v}" for k, v in sorted(chances.items()))
         raise InputError(f"curriculum: {values}: all are probabilities, and rho_min may not exceed rho_max")
+    if config.bank.max_active > gate.MAX_ACTIVE:  # the gate would say so, a round later
+        raise InputError(f"bank.max_active = {config.bank.max_active}: a bank holds at most {gate.MAX_ACTIVE} chunks")
     if config.bank.revision not in REVISIONS:
         raise InputError(f"bank.revision = {config.bank.revision!r}: must be one of {', '.join(REVISIONS)}")
     if chances.retrieve and (chances.mixed or chances.withdraw_over):
@@ -166,6 +169,20 @@ def make_objective(config: Any) -> ClippedPolicyGradient:
     settings = config.grpo
     # As in `numerics`: a recorded run may be older than an option, and did what its default does.
     return ClippedPolicyGradient(**{f.name: settings[f.name] for f in dataclasses.fields(ClippedPolicyGradient) if f.name in settings})
+
+
+def make_optimizer(config: Any) -> OptimizerConfig:
+    """AdamW as `config.grpo` describes it."""
+    settings, betas = config.grpo, config.grpo.betas
+    if len(betas) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in betas):
+        raise InputError(f"grpo.betas = {betas}: must be two numbers in [0, 1), e.g. (0.9, 0.98)")
+    return OptimizerConfig(
+        learning_rate=settings.learning_rate,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+    )
 
 
 AUTO = "auto"  # model.attention: the TPU kernel on TPUs, XLA's own operations elsewhere
@@ -233,17 +250,10 @@ def make_learner(config: Any, shape: ModelConfig, sampling: Sampling, devices: S
         )
     if settings.rows_per_microbatch % (sizes[0] * sizes[1]):
         raise InputError(f"grpo.rows_per_microbatch = {settings.rows_per_microbatch} is not a multiple of mesh data x fsdp = {sizes[0] * sizes[1]}")
-    optimizer = OptimizerConfig(
-        learning_rate=settings.learning_rate,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-    )
     return qwen35_learner(
         shape,
         sharding.make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)] if devices is None else devices),
-        optimizer,
+        make_optimizer(config),
         make_objective(config),
         temperature=sampling.temperature,
         banned_ids=sampling.banned_ids,
@@ -433,7 +443,7 @@ def build(
     `wandb` and `profile`, steps to record, are how this process is watched and no part of the run.
     """
     policy = inputs.policy
-    lead.tell(Command.PREPARE, {"run": str(run.path), "temperature": policy.sampling.temperature, "banned_ids": list(policy.sampling.banned_ids)})
+    lead.prepare(config, policy.params, {"run": str(run.path), "banned_ids": list(policy.sampling.banned_ids)})
     learner, checkpoints = LedLearner(lead, inputs.learner), LedCheckpointer(lead, make_checkpointer(config, run.path, policy.config))
     wordings = [text for options in inputs.mechanisms.values() for wording in options for text in wording.texts]
     return Parts(
@@ -463,7 +473,8 @@ def follow(config: Any, follower: Follower) -> None:
     command, told, _ = follower.receive()
     if command != Command.PREPARE:  # process 0 ended before it came so far
         return
-    sampling = Sampling(1, temperature=told["temperature"], banned_ids=tuple(told["banned_ids"]))
+    followers.require_same(told, config, params)
+    sampling = Sampling(1, temperature=config.rollout.temperature, banned_ids=tuple(told["banned_ids"]))
     checkpoints = make_checkpointer(config, Path(told["run"]), shape)
     followers.follow(follower, make_learner(config, shape, sampling), checkpoints, params)
 

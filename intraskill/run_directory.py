@@ -268,7 +268,7 @@ def _refuse_existing(path: pathlib.Path) -> None:
 def _require_same_config(path: pathlib.Path, stored: Any, given: Any) -> dict[str, list[Any]]:
     """Raises InputError for a difference that changes the run; returns the others as `{key: [old, new]}`."""
     moved = {}
-    for key, old, new in _differences(stored, given):
+    for key, old, new in differences(stored, given):
         if not key.startswith(MAY_CHANGE):
             raise InputError(
                 f"{path} was started with {key}={json.dumps(old)}, not {json.dumps(new)}, and a run keeps its configuration; resume with the one in "
@@ -278,11 +278,11 @@ def _require_same_config(path: pathlib.Path, stored: Any, given: Any) -> dict[st
     return moved
 
 
-def _differences(old: Any, new: Any, prefix: str = ""):
+def differences(old: Any, new: Any, prefix: str = ""):
     """Yields `(dotted key, old, new)` for each leaf that differs; an absent one counts as None."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
-            yield from _differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+            yield from differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
     elif old != new:
         yield prefix, old, new
 

@@ -17,7 +17,9 @@ import rich.console
 import rich.markup
 import rich.progress
 import rich.table
-import tensorboardX
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from intraskill.run_directory import plain
 from intraskill.types import InputError
@@ -37,7 +39,7 @@ class Metrics:
         self._path = self._directory / "metrics.jsonl"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a+b")
-        self._boards: dict[str, tensorboardX.SummaryWriter] = {}
+        self._boards: dict[str, _Board] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._num_lines = 0
         self._wandb = wandb
@@ -117,15 +119,35 @@ class Metrics:
 
     def _show(self, record: Mapping[str, Any]) -> None:
         kind, x = record["kind"], self._counts[record["kind"]]
-        if kind not in self._boards:  # purge_step hides what an interrupted process showed from here on
-            self._boards[kind] = tensorboardX.SummaryWriter(str(self._directory / "tensorboard" / kind), purge_step=x or None)
+        if kind not in self._boards:
+            self._boards[kind] = _Board(self._directory / "tensorboard" / kind, x)
         shown = dict(numbers(record))
-        for name, value in shown.items():
-            self._boards[kind].add_scalar(f"{kind}/{name}", value, x, walltime=record["time"])
-        self._boards[kind].flush()
+        self._boards[kind].show(x, {f"{kind}/{name}": value for name, value in shown.items()}, record["time"])
         if self._wandb:
             self._wandb.show(kind, x, shown)
         self._counts[kind] += 1
+
+
+class _Board:
+    """A TensorBoard event file, written by whoever calls `show`.
+
+    Not tensorboardX's SummaryWriter: that writes in a thread which a full disk ends, and then waits for room in the thread's queue for ever.
+    """
+
+    def __init__(self, directory: pathlib.Path, first: int):
+        """Begins a file whose first record is number `first`; what an interrupted process showed from there on is hidden."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._events = EventsWriter(str(directory / "events"), f".{os.getpid()}")
+        if first:
+            self._events.write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START), wall_time=time.time()))
+
+    def show(self, step: int, values: Mapping[str, float], walltime: float) -> None:
+        for name, value in values.items():
+            self._events.write_event(Event(step=step, wall_time=walltime, summary=summary.scalar(name, value)))
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
 
 
 def numbers(record: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, float]]:

@@ -1,9 +1,12 @@
+import errno
 import io
 import json
 import struct
+import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import rich.console
@@ -96,6 +99,26 @@ def test_tensorboard_counts_records_of_a_kind(tmp_path):
     with Metrics(tmp_path) as metrics:
         metrics.write(record("update", 5, loss=0.25))
     assert ("update/loss", 2, 0.25) in scalars(tmp_path / "tensorboard" / "update")
+
+
+@pytest.mark.timeout(60)
+def test_a_disk_that_fills_up_ends_the_run_with_its_own_error(tmp_path):
+    """More records than any queue holds, and a limit on a file's size that only TensorBoard's view can meet."""
+    code = f"""
+import resource, sys
+from intraskill.telemetry import Metrics
+metrics = Metrics({str(tmp_path)!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+metrics._file = open("/dev/null", "a+b")
+try:
+    for step in range(400):
+        metrics.write({{"kind": "update", "round": 0, "step": step, **{{f"x{{i}}": i for i in range(30)}}}})
+except OSError as error:
+    print("refused", error.errno)
+    sys.exit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert (done.returncode, done.stdout, done.stderr) == (3, f"refused {errno.EFBIG}\n", "")
 
 
 def test_threads_write_whole_lines(tmp_path):

@@ -57,8 +57,12 @@ class OptimizerConfig:
             raise InputError(f"optimizer.schedule is {self.schedule!r}: use constant or warmup_cosine")
         if self.schedule == "warmup_cosine" and not 0 <= self.warmup_steps < self.total_steps:
             raise InputError(f"warmup_cosine needs 0 <= warmup_steps < total_steps, got {self.warmup_steps} and {self.total_steps}")
-        if not (self.learning_rate > 0 and self.max_grad_norm > 0):
-            raise InputError(f"learning_rate and max_grad_norm must be > 0, got {self.learning_rate} and {self.max_grad_norm} (inf: no clipping)")
+        if not (0 < self.learning_rate < math.inf and self.max_grad_norm > 0):
+            raise InputError(
+                f"learning_rate must be > 0 and finite and max_grad_norm > 0, got {self.learning_rate} and {self.max_grad_norm} (inf: no clipping)"
+            )
+        if not 0 <= self.weight_decay < math.inf:  # NaN would reach the parameters past the check of loss and gradient
+            raise InputError(f"weight_decay is {self.weight_decay}: it must be >= 0 and finite")
 
     def rate(self) -> optax.Schedule:
         """Learning rate as a function of the number of updates done."""

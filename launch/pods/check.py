@@ -7,13 +7,14 @@ The scripts must be valid bash, and with --dry_run print commands and run none. 
 that the recipe starts. Whether a cluster takes a manifest, only the cluster can say: `kubectl apply --dry-run=server -f launch/pods/gke_jobset.yaml`.
 """
 
+import contextlib
 import math
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,19 @@ def require(condition: bool, message: str) -> None:
     """Raises BadRecipe(message) unless `condition`."""
     if not condition:
         raise BadRecipe(message)
+
+
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turns what a recipe of another form than expected raises into a BadRecipe."""
+    try:
+        yield
+    except BadRecipe:
+        raise
+    except KeyError as error:
+        raise BadRecipe(f"{name} lacks {error}") from error
+    except (TypeError, AttributeError, IndexError, StopIteration, ValueError, OSError, yaml.YAMLError, subprocess.SubprocessError) as error:
+        raise BadRecipe(f"{name} is not of the form that is checked here: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
 def settings_of(command: Sequence[str]) -> dict[str, str]:
@@ -82,6 +96,11 @@ def dry_run(script: Path, **variables: str) -> list[list[str]]:
 
 def check_tpu_vm(script: Path) -> None:
     """One creation, one deletion, and the same training command on all hosts of the slice."""
+    with reading(script.name):
+        _check_tpu_vm(script)
+
+
+def _check_tpu_vm(script: Path) -> None:
     commands = dry_run(script, ENGINES="('http://a:1',)", PROJECT="p", ZONE="z", SHARE="s:/e")
     require({c[0] for c in commands} == {"gcloud"}, f"{script}: runs something else than gcloud")
     remote = [w.partition("=")[2] for c in commands for w in c if w.startswith("--command=")]
@@ -96,6 +115,11 @@ def check_tpu_vm(script: Path) -> None:
 
 def check_slurm(script: Path) -> None:
     """Servers on a node of their own, or on the trainer's, and then with memory that they can lend."""
+    with reading(script.name):
+        _check_slurm(script)
+
+
+def _check_slurm(script: Path) -> None:
     for shared in ("0", "1"):
         commands = dry_run(script, SHARED=shared)
         require({c[0] for c in commands} == {"srun"}, f"{script}: runs something else than srun")
@@ -129,10 +153,8 @@ def _job(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def check_jobset(manifest: Mapping[str, Any]) -> None:
     """Raises BadRecipe unless trainer, slice, engines, volume and restarts fit together."""
-    try:
+    with reading("the JobSet"):
         _check_jobset(manifest)
-    except (KeyError, TypeError, IndexError, StopIteration) as error:
-        raise BadRecipe(f"the JobSet lacks {error}") from error
 
 
 def _check_jobset(manifest: Mapping[str, Any]) -> None:
@@ -168,7 +190,9 @@ def main() -> int:
     try:
         check_tpu_vm(HERE / "tpu_vm.sh")
         check_slurm(HERE / "slurm_gpus.sh")
-        check_jobset(yaml.safe_load((HERE / "gke_jobset.yaml").read_text()))
+        with reading("gke_jobset.yaml"):
+            manifest = yaml.safe_load((HERE / "gke_jobset.yaml").read_text())
+        check_jobset(manifest)
     except BadRecipe as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,11 +6,14 @@ import socket
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from configs import coevolve, pocket
 from intraskill import followers, parts
+from intraskill.checkpoint import checksums
 from intraskill.followers import Command, Lead, Place
 from intraskill.models.qwen35.config import ModelConfig
+from intraskill.run_directory import plain
 from intraskill.types import Batch, InputError, Sampling
 
 
@@ -87,3 +90,52 @@ def test_a_mesh_over_several_processes_takes_all_devices(monkeypatch):
     shape = ModelConfig(64, 16, 16, 2, 2, 1, 1, 16, 1, 1, 16, 16)
     with pytest.raises(InputError, match="mesh data x fsdp x tensor = 1, but the 2 processes have 8 devices"):
         parts.make_learner(config, shape, Sampling(1))
+
+
+class _Told:
+    """A follower's end of a line on which one message has come."""
+
+    def __init__(self, config, params, **changes):
+        values = {"run": "nowhere", "banned_ids": [], "config": plain(config.to_dict()), "parameters": checksums(params), **changes}
+        self._message = followers._decode(followers._encode(Command.PREPARE, values, ()))
+
+    def receive(self):
+        return self._message
+
+
+PARAMS = {"embed": np.arange(6, dtype=np.float32).reshape(2, 3), "norm": np.ones(3, np.float32)}
+
+
+def changed(value):
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return (*value, 0.5)
+    return value + type(value)(1) if isinstance(value, int | float) else value + "x"
+
+
+def leaves(config, prefix=""):
+    for name, value in config.items():
+        yield from leaves(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else [(prefix + name, value)]
+
+
+def test_a_process_with_other_settings_or_weights_than_process_0_refuses_to_train(monkeypatch):
+    """Each would compile another program, or train another policy, and no collective would notice."""
+    made = []
+    monkeypatch.setattr(parts, "_load_params", lambda _: (None, PARAMS))
+    monkeypatch.setattr(parts, "make_checkpointer", lambda *_: made.append("checkpointer"))
+    monkeypatch.setattr(parts, "make_learner", lambda *_: None)
+    monkeypatch.setattr(followers, "follow", lambda *_: made.append("follows"))
+    parts.follow(coevolve.get_config(), _Told(coevolve.get_config(), PARAMS))
+    assert made == ["checkpointer", "follows"]
+    for key, value in leaves(coevolve.get_config()):
+        other = coevolve.get_config()
+        other.update_from_flattened_dict({key: changed(value)})
+        with pytest.raises(InputError, match=rf"^{key} = .* here and .* at process 0: start all processes with the same"):
+            parts.follow(other, _Told(coevolve.get_config(), PARAMS))
+    for name in PARAMS:
+        other = {**PARAMS, name: np.nextafter(PARAMS[name], 9)}
+        with pytest.raises(InputError, match=f"holds other weights here than at process 0.*{name}"):
+            parts.follow(coevolve.get_config(), _Told(coevolve.get_config(), other))
+    assert made == ["checkpointer", "follows"]

@@ -1,12 +1,14 @@
 """The update arrow of the loop: what a step's groups become, and what is left behind when an update is not finite."""
 
 import dataclasses
+import math
 import types
 
 import jax
 import numpy as np
 import pytest
 from grpo import reference, toy
+from ml_collections import ConfigDict
 from rollout.fakes import TASK, completion
 
 from configs import coevolve, pocket
@@ -49,7 +51,7 @@ def parts_of(tmp_path, config, *, log_probs=toy.log_probs):
     parts = object.__new__(Parts)
     parts.config, parts.run = config, types.SimpleNamespace(path=tmp_path)
     parts.metrics = types.SimpleNamespace(write=lines.append)
-    parts.progress = types.SimpleNamespace(start=lambda *_: None, advance=lambda *_: None, finish=lambda *_: None)
+    parts.progress = types.SimpleNamespace(start=lambda *_: None, advance=lambda *_: None, finish=lambda *_: None, said=(said := []), say=said.append)
     parts.policy = types.SimpleNamespace(config=QWEN35_4B)  # read only where a peak is configured
     parts.learner = toy.learner(make_objective(config), learning_rate=config.grpo.learning_rate, log_probs=log_probs)
     parts.reference = parts.learner.reference(toy.params(seed=5)) if config.grpo.kl_coefficient else None
@@ -114,13 +116,32 @@ def test_groups_stay_whole_and_every_episode_is_dealt_once():
 
 
 @pytest.mark.parametrize("overlong", ["drop", "mask", "truncate"])
-def test_overlong_episodes_are_counted_in_the_metrics(tmp_path, overlong):
+def test_overlong_episodes_are_counted_in_the_metrics_and_said(tmp_path, overlong):
     config = config_of(overlong=overlong, updates_per_step=1, row_length=8, trained_per_row=6)
     parts, lines = parts_of(tmp_path, config)
     admitted = groups(6, longest=10)
     expected = sum(len(t.tokens) > 8 or sum(t.loss_mask) > 6 for g in admitted for t in g.trajectories)
     fast_loop.update(parts, parts.learner.init(toy.params()), admitted, 0, 0)
     assert 0 < expected == lines[0]["overlong"] < 18
+    (said,) = parts.progress.said
+    assert said.startswith(f"step 0: {expected} of 18 episodes exceed a row (grpo.row_length = 8 tokens") and said.endswith(f"{overlong} was applied")
+
+
+def test_rows_that_no_episode_fits_train_nothing_and_that_is_said(tmp_path):
+    parts, lines = parts_of(tmp_path, config_of(row_length=1, row_unit=0))
+    fast_loop.update(parts, parts.learner.init(toy.params()), groups(4), 3, 7)
+    assert [line["trained_tokens"] for line in lines] == [0, 0]
+    assert [said.partition(",")[0] for said in parts.progress.said] == [
+        "step 7: 12 of 12 episodes exceed a row (grpo.row_length = 1 tokens",
+        "step 7: warning: no token is trained in update 0 of the step",
+        "step 7: warning: no token is trained in update 1 of the step",
+    ]
+
+
+def test_what_fits_is_not_spoken_of(tmp_path):
+    parts, _ = parts_of(tmp_path, config_of())
+    fast_loop.update(parts, parts.learner.init(toy.params()), groups(4), 0, 0)
+    assert parts.progress.said == []
 
 
 def test_the_reference_is_the_start_and_stays(tmp_path):
@@ -236,6 +257,35 @@ def test_a_file_that_is_no_batch_is_refused(tmp_path):
 def test_bad_settings_are_refused_before_anything_is_built(grpo, message):
     with pytest.raises(InputError, match=message):
         check_settings(config_of(**grpo))
+
+
+def leaves(config, prefix=""):
+    for name, value in config.items():
+        yield from leaves(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else [(prefix + name, value)]
+
+
+FLOATS = [key for key, value in leaves(pocket.get_config()) if isinstance(value, float)]
+NO_LIMIT = {"grpo.max_grad_norm", "grpo.clip_high", "grpo.sampler_cap"}  # inf: gradients, ratios, corrections of any size
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("key", FLOATS)
+def test_no_real_setting_may_be_less_than_nothing_or_not_finite(key, value):
+    config = pocket.get_config()
+    config.update_from_flattened_dict({key: value})
+    if value == math.inf and key in NO_LIMIT:
+        check_settings(config)
+        return
+    with pytest.raises(InputError, match=rf"{key.rpartition('.')[2]}\b.*{value}"):
+        check_settings(config)
+
+
+@pytest.mark.parametrize("value", [-1, 11])
+def test_a_bank_s_size_that_the_gate_would_refuse_a_round_later(value):
+    config = pocket.get_config()
+    config.bank.max_active = value
+    with pytest.raises(InputError, match=f"bank.max_active = {value}"):
+        check_settings(config)
 
 
 @pytest.mark.parametrize("get", [pocket.get_config, coevolve.get_config])

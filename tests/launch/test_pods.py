@@ -67,6 +67,46 @@ def test_a_jobset_that_could_not_work_is_refused(change, words):
         check.check_jobset(manifest)
 
 
+def places(value, path=()):
+    yield path
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(part, (*path, key))
+
+
+@pytest.mark.parametrize("value", [None, 7, True, "", '"', [], {}, "gone"])
+def test_a_jobset_of_any_form_is_refused_or_fits(value):
+    """Whatever stands at whichever place: never another error."""
+    refused = 0
+    for path in places(JOBSET):
+        manifest = copy.deepcopy(JOBSET)
+        parent = manifest
+        for key in path[:-1]:
+            parent = parent[key]
+        if not path:
+            manifest = value
+        elif value == "gone":
+            del parent[path[-1]]
+        else:
+            parent[path[-1]] = value
+        try:
+            check.check_jobset(manifest)
+        except check.BadRecipe as error:
+            assert str(error).count("\n") == 0
+            refused += 1
+    assert refused > 50
+
+
+@pytest.mark.parametrize("text", ["a: [", "7", "", "\x00", "- a"])
+def test_a_file_that_is_no_jobset_is_one_line(tmp_path, monkeypatch, capsys, text):
+    for path in check.HERE.glob("*.sh"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "gke_jobset.yaml").write_text(text)
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    assert check.main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
 def altered(tmp_path: Path, name: str, old: str, new: str) -> Path:
     path = shutil.copy(check.HERE / name, tmp_path / name)
     text = path.read_text()
@@ -86,6 +126,10 @@ def test_a_script_that_could_not_work_is_refused(tmp_path):
         check.check_slurm(altered(tmp_path, "slurm_gpus.sh", "--enable-memory-saver ", ""))
     with pytest.raises(check.BadRecipe, match="trains against"):
         check.check_slurm(altered(tmp_path, "slurm_gpus.sh", "--port $((PORT + gpu))", "--port $PORT"))
+    with pytest.raises(check.BadRecipe, match="not of the form"):
+        check.check_tpu_vm(altered(tmp_path, "tpu_vm.sh", "--accelerator-type=", "--accelerator="))
+    with pytest.raises(check.BadRecipe, match="not of the form"):
+        check.check_slurm(altered(tmp_path, "slurm_gpus.sh", '--nodelist="$node"', ""))
 
 
 def test_without_arguments_nothing_is_run(tmp_path):
