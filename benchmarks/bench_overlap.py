@@ -27,6 +27,7 @@ from benchmarks.interleave import verdict  # noqa: E402
 from configs import pocket  # noqa: E402
 from intraskill import parts, pipeline, slow_loop  # noqa: E402
 from intraskill.fast_loop import Position  # noqa: E402
+from intraskill.followers import Lead  # noqa: E402
 from intraskill.run_directory import RunDirectory  # noqa: E402
 from intraskill.telemetry import Progress  # noqa: E402
 from intraskill.types import Completion, Health, Published, Sampling, Session, ToolCall  # noqa: E402
@@ -137,7 +138,7 @@ async def _run(config, served: shops.Served, repeats: int) -> dict[int, list[dic
             RunDirectory.create(Path(config.runs_directory) / config.name, config.to_dict()) as run,
             Progress(console=rich.console.Console(quiet=True)) as progress,
         ):
-            built = parts.build(config, dataclasses.replace(inputs, engine=engine), run, progress, shop, served.identity)
+            built = parts.build(config, dataclasses.replace(inputs, engine=engine), run, progress, shop, served.identity, Lead())
             built.metrics.close()
             try:
                 return await _measure(built, engine, repeats)

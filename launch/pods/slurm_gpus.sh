@@ -15,7 +15,7 @@
 # NOT RUN BY US: no GPU nodes were at hand. One training process a node with all of its GPUs; JAX takes the rest from Slurm's own variables.
 # All paths lie on a file system that every node sees. A job that is killed, or whose time is up, goes on when it is submitted again.
 #
-# Memory where devices are shared (80 GB GPUs; the trainer's 44.9 GiB are calculated, docs/plan.md): while SGLang generates, parameters and moments of the
+# Memory where devices are shared (80 GB GPUs; the trainer's 16.8 GiB are calculated, docs/plan.md): while SGLang generates, parameters and moments of the
 # trainer stay on the GPUs (6 GiB each at fsdp=8), so the servers may take 0.8 of the memory. They give it up before an update. That works only
 # if JAX gives its memory back after one: hence the platform allocator, which is slower.
 set -euo pipefail
