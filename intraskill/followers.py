@@ -18,6 +18,7 @@ import io
 import json
 import os
 import queue
+import re
 import secrets
 import socket
 import threading
@@ -85,8 +86,13 @@ class Place:
             raise InputError("--coordinator, --num_processes and --process_id go together: give all three, or none where the cluster knows them")
         if self.num_processes is not None and self.process_id is not None and not 0 <= self.process_id < self.num_processes:
             raise InputError(f"--process_id={self.process_id} with --num_processes={self.num_processes}: must be 0 to {self.num_processes - 1}")
-        if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():
-            raise InputError(f"--coordinator={self.coordinator}: must be HOST:PORT of process 0")
+        if self.coordinator is not None and not _is_address(self.coordinator):
+            raise InputError(f"--coordinator={self.coordinator}: must be HOST:PORT of process 0, with a port from 1 to 65535")
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and re.fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
 
 
 # ------------------------------------------------------------------------------------------------------------- messages

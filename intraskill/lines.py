@@ -10,6 +10,7 @@ Whoever connects has to know a token that travels by another way; nothing that a
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 
 from intraskill.types import ProcessError
@@ -18,6 +19,7 @@ _HEAD = struct.Struct(">BQ")  # kind, number of bytes that follow
 _PING, _MESSAGE, _END = range(3)
 _PINGS_PER_HEARTBEAT = 4
 _LONGEST_HELLO = 1 << 10
+_HELLO_SECONDS = 10.0  # it is said at once
 
 
 class Line:
@@ -122,15 +124,16 @@ def open_door(host: str) -> socket.socket:
 
 def let_in(door: socket.socket, token: str, count: int, seconds: float) -> dict[int, tuple[socket.socket, str]]:
     """Waits for `count` processes that know the token; their connections and host names by process id. Raises ProcessError when time is up."""
-    door.settimeout(seconds)
+    end = time.monotonic() + seconds
     arrived: dict[int, tuple[socket.socket, str]] = {}
     while len(arrived) < count:
         try:
+            door.settimeout(max(end - time.monotonic(), 1e-3))
             connection, _ = door.accept()
         except TimeoutError:
             missing = sorted(set(range(1, count + 1)) - set(arrived))
             raise ProcessError(f"processes {missing} have not connected within {seconds:g} s: look at their logs") from None
-        connection.settimeout(seconds)
+        connection.settimeout(min(seconds, _HELLO_SECONDS))  # who says nothing keeps the others waiting no longer than this
         try:
             (size,) = struct.unpack(">H", _read(connection, 2))
             said, number, host = _read(connection, min(size, _LONGEST_HELLO)).decode().split("\n")

@@ -13,7 +13,7 @@ from intraskill.fast_loop import Position
 from intraskill.grpo.learner import TrainState
 from intraskill.parts import TEST, Parts
 from intraskill.skills.bank import Bank
-from intraskill.types import Mask, Published
+from intraskill.types import InputError, Mask, Published
 
 
 async def run(parts: Parts) -> dict[str, Any]:
@@ -66,6 +66,9 @@ async def conditions(parts: Parts, published: Published, bank: Bank, bare: str, 
 def restore(parts: Parts) -> tuple[TrainState, Position]:
     """The newest checkpoint, or the start; what a killed process left of later steps is dropped."""
     if parts.checkpoints.latest() is None:
+        if summary.round_done(parts, 0):  # it was saved before anything was measured
+            where = parts.run.path / "checkpoints"
+            raise InputError(f"{where} holds no checkpoint, though a round is done: restore it from a copy, or start a run of another name")
         state, position = parts.learner.init(parts.policy.params), Position(metrics={"num_lines": 0})
     else:
         restored = parts.checkpoints.restore(parts.abstract_state())

@@ -44,11 +44,14 @@ class WandbRun:
         path = directory / "wandb.json"
         if not path.is_file():
             write_json(path, {"id": secrets.token_hex(4)})
+        record = read_json(path)
+        if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+            raise InputError(f"{path} does not name a W&B run; restore it from a copy, or remove it to have the rest shown as another W&B run")
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", PROJECT),
                 name=directory.name,
-                id=read_json(path)["id"],
+                id=record["id"],
                 resume="allow",
                 dir=directory,
                 config=json.loads(json.dumps(config)),

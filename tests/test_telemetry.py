@@ -234,6 +234,14 @@ def test_a_view_that_breaks_is_left_out_with_one_warning_and_the_run_goes_on(wan
     assert "takes no more records (BrokenPipeError: service gone)" in warning
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"id": 3}', '"id"'])
+def test_a_damaged_name_of_the_wandb_run_is_one_error(wandb, tmp_path, content):
+    (tmp_path / "wandb.json").write_text(content)
+    with pytest.raises(InputError, match="wandb.json"):
+        wandb_run.WandbRun(tmp_path, {})
+    assert wandb.starts == []
+
+
 def test_wandb_that_is_not_there_or_does_not_start_is_said_to_be_so(wandb, tmp_path, monkeypatch):
     wandb.refuses = "api_key not configured"
     with pytest.raises(InputError, match="W&B does not start: api_key not configured; log in"):

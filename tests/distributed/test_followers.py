@@ -56,7 +56,7 @@ def test_nothing_that_needs_a_pickle_is_sent_or_read():
         (("h:1", None, None), "go together"),
         ((None, 2, 0), "go together"),
         (("h:1", 2, 2), "must be 0 to 1"),
-        (("host", 2, 0), "HOST:PORT"),
+        *(((address, 2, 0), "HOST:PORT") for address in ("host", "host:", ":1", "h:0", "h:65536", "h:-1", "h:1e3", "h:\u00b2", "h:" + "9" * 5000)),
     ],
 )
 def test_a_place_that_is_none_is_refused(given, words):

@@ -1,5 +1,6 @@
 """Lines between processes, over real sockets: what arrives, and what is reported when the other end goes away or falls silent."""
 
+import contextlib
 import queue
 import socket
 
@@ -108,6 +109,29 @@ def test_only_those_who_know_the_token_are_let_in():
     assert stranger.recv(1) == b"", "the stranger was turned away"
     for each in (stranger, *friends.values(), *(c for c, _ in arrived.values())):
         each.close()
+
+
+def test_a_stranger_that_says_nothing_does_not_hold_the_door(monkeypatch):
+    monkeypatch.setattr(lines, "_HELLO_SECONDS", 0.2)
+    with lines.open_door("127.0.0.1") as door, contextlib.ExitStack() as opened:
+        port = door.getsockname()[1]
+        for _ in range(3):
+            opened.callback(socket.create_connection(("127.0.0.1", port)).close)
+        opened.callback(lines.call("127.0.0.1", port, "token", 1, PATIENCE).close)
+        arrived = lines.let_in(door, "token", 1, PATIENCE)
+        assert set(arrived) == {1}
+        arrived[1][0].close()
+
+
+def test_strangers_do_not_put_off_the_end_of_patience(monkeypatch):
+    monkeypatch.setattr(lines, "_HELLO_SECONDS", 0.05)
+    with lines.open_door("127.0.0.1") as door, contextlib.ExitStack() as opened:
+        for _ in range(50):
+            opened.callback(socket.create_connection(("127.0.0.1", door.getsockname()[1])).close)
+        with pytest.raises(ProcessError, match=r"processes \[1\] have not connected within 0.3 s"):
+            lines.let_in(door, "token", 1, 0.3)
+        door.settimeout(PATIENCE)
+        door.accept()[0].close()  # they are not all let in first
 
 
 def test_processes_that_do_not_come_are_named():

@@ -1,6 +1,7 @@
 """What an interrupted run left is taken as it is where it still holds: groups and retries of the same weights, tasks and masks. Garbage is not."""
 
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from loop.parts_of_fakes import BANK, TASKS, Engine, chunk, make_parts
 from rollout.fakes import BUY, CLICK, NOISE, STOP, completion
 
 from configs import pocket
-from intraskill import evaluation, fast_loop, slow_loop, summary
+from intraskill import evaluation, fast_loop, loop, slow_loop, summary
 from intraskill.evaluation import Case
 from intraskill.fast_loop import Position
 from intraskill.parts import RETRY, TRAIN
@@ -254,6 +255,22 @@ def test_a_ledger_entry_of_other_types(tmp_path, line):
     (tmp_path / "ledger.jsonl").write_text(line + "\n")
     with pytest.raises(InputError, match="not a ledger entry"):
         Ledger(tmp_path / "ledger.jsonl").entries()
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path):
+    """It would drop metrics.jsonl and play everything again; before the first round's end there may be none yet."""
+    parts, _ = make_parts(tmp_path, settings())
+    parts.checkpoints = types.SimpleNamespace(latest=lambda: None)
+    begun = []
+    parts.learner = types.SimpleNamespace(init=lambda params: "state")
+    parts.metrics.restore = begun.append
+    object.__setattr__(parts.policy, "params", None)
+    assert loop.restore(parts)[1].step == 0 and begun == [{"num_lines": 0}]
+    parts.run.round(0).mkdir(parents=True)
+    (parts.run.round(0) / "summary.json").write_text("{}")
+    with pytest.raises(InputError, match="checkpoints holds no checkpoint, though a round is done: restore it from a copy"):
+        loop.restore(parts)
+    assert len(begun) == 1
 
 
 def test_a_position_of_another_version_is_refused():
