@@ -13,12 +13,13 @@ from rollout.fakes import TASK, completion
 
 from configs import coevolve, pocket
 from intraskill import fast_loop
+from intraskill import parts as parts_module
 from intraskill.grpo import batch_file
 from intraskill.grpo.learner import NonFiniteUpdate
 from intraskill.grpo.loss import ClippedPolicyGradient
 from intraskill.models.qwen35.config import QWEN35_4B
 from intraskill.parts import Parts, check_settings, make_objective, packing_options
-from intraskill.types import Group, InputError, Mask, MaskKind, Status, Trajectory, Turn
+from intraskill.types import Group, InputError, Mask, MaskKind, Sampling, Status, Trajectory, Turn
 
 
 def trajectory(rng, num_prompt, num_sampled, reward):
@@ -97,7 +98,9 @@ def test_a_step_from_the_config_to_the_loss(tmp_path, grpo):
     )
     assert lines[0]["loss"] == pytest.approx(expected_loss(admitted[::2], toy.params(), options), rel=1e-4, abs=1e-6)
     assert ("reference_kl" in lines[0]) == (config.grpo.kl_coefficient > 0)
-    assert [line["kind"] for line in lines] == ["update"] * 2 and lines[0]["ratio_gap"] < 1e-5 < lines[1]["ratio_gap"] + 1e-4
+    assert [line["kind"] for line in lines] == ["update"] * 2
+    # The old policy of the second update is the step's first one too, and no longer the present one.
+    assert lines[0]["ratio_gap"] < 1e-5 and lines[1]["ratio_gap"] > 1e-3
 
 
 def test_groups_stay_whole_and_every_episode_is_dealt_once():
@@ -286,6 +289,16 @@ def test_a_bank_s_size_that_the_gate_would_refuse_a_round_later(value):
     config.bank.max_active = value
     with pytest.raises(InputError, match=f"bank.max_active = {value}"):
         check_settings(config)
+
+
+def test_the_learner_is_built_under_the_run_s_own_sampling(monkeypatch):
+    """What it then does with temperature and banned ids is in test_policy."""
+    given = []
+    monkeypatch.setattr(parts_module, "qwen35_learner", lambda *_, **sampled: given.append(sampled))
+    config = coevolve.get_config()
+    config.mesh.fsdp = 1
+    parts_module.make_learner(config, QWEN35_4B, Sampling(1, temperature=0.6, banned_ids=(3, 5)))
+    assert given == [{"temperature": 0.6, "banned_ids": (3, 5)}] and config.rollout.temperature == 0.6
 
 
 @pytest.mark.parametrize("get", [pocket.get_config, coevolve.get_config])
