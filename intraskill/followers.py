@@ -154,7 +154,7 @@ class Lead:
     def prepare(self, config: Any, params: PyTree, values: Mapping[str, Any]) -> None:
         """The first call: what the others need besides their config and checkpoint, and by what to know that both are this process's."""
         if self._lines:
-            self.tell(Command.PREPARE, {**values, "config": plain(config.to_dict()), "parameters": checksums(params)})
+            self.tell(Command.PREPARE, {**values, "config": plain(config.to_dict()), "parameters": _fingerprint(params)})
 
     def whole(self, params: PyTree) -> PyTree:
         """Parameters that this host can read: gathered from all processes, or as they are where there is one."""
@@ -346,11 +346,17 @@ def _spread(learner: Learner, params: PyTree) -> PyTree:
     return jax.tree.map(lambda x, s: jax.make_array_from_callback(x.shape, s, lambda part: np.asarray(x)[part]), params, shardings)
 
 
+def _fingerprint(params: PyTree) -> dict[str, int]:
+    """A checksum of each parameter, computed where they lie before they are spread: in this host's memory."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return checksums(params)
+
+
 def require_same(told: Mapping[str, Any], config: Any, params: PyTree) -> None:
     """Raises InputError unless this process was started like process 0: with other settings or weights it would train another policy, unseen."""
     for key, there, here in differences(told["config"], plain(config.to_dict())):
         raise InputError(f"{key} = {json.dumps(here)} here and {json.dumps(there)} at process 0: start all processes with the same --config flags")
-    here = checksums(params)
+    here = _fingerprint(params)
     wrong = [name for name in sorted(here.keys() | told["parameters"].keys()) if here.get(name) != told["parameters"].get(name)]
     if wrong:
         raise InputError(
