@@ -416,7 +416,10 @@ async def load(config: Any, shop: Shop) -> Inputs:
         if len(tasks[name]) < wanted:
             raise InputError(f"{name}.tasks = {wanted}, but the shop's split has {len(tasks[name])}: lower it or give the shop more tasks")
     bank, mechanisms = Bank.load(config.bank.path), load_mechanisms(config.bank.mechanisms)
-    pack_microbatches([], **packing_options(config))  # checks the options
+    options = packing_options(config)
+    pack_microbatches([], **options)  # checks them
+    for length, _ in options["rows"].shapes:
+        model.check_row(policy.config, length)
     return Inputs(policy, make_learner(config, policy.config, policy.sampling), make_engine(config, policy), bank, mechanisms, tasks)
 
 

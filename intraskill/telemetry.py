@@ -19,11 +19,14 @@ import rich.progress
 import rich.table
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto import event_pb2
 
 from intraskill.run_directory import plain
 from intraskill.types import InputError
 from intraskill.wandb_run import WandbRun
+
+
+_EVENTS: Any = event_pb2  # protobuf makes its classes when it is imported, which no type checker sees
 
 
 class Metrics:
@@ -139,11 +142,13 @@ class _Board:
         directory.mkdir(parents=True, exist_ok=True)
         self._events = EventsWriter(str(directory / "events"), f".{os.getpid()}")
         if first:
-            self._events.write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START), wall_time=time.time()))
+            self._events.write_event(
+                _EVENTS.Event(step=first, session_log=_EVENTS.SessionLog(status=_EVENTS.SessionLog.START), wall_time=time.time())
+            )
 
     def show(self, step: int, values: Mapping[str, float], walltime: float) -> None:
         for name, value in values.items():
-            self._events.write_event(Event(step=step, wall_time=walltime, summary=summary.scalar(name, value)))
+            self._events.write_event(_EVENTS.Event(step=step, wall_time=walltime, summary=summary.scalar(name, value)))
         self._events.flush()
 
     def close(self) -> None:

@@ -101,15 +101,14 @@ def test_tensorboard_counts_records_of_a_kind(tmp_path):
     assert ("update/loss", 2, 0.25) in scalars(tmp_path / "tensorboard" / "update")
 
 
-@pytest.mark.timeout(60)
 def test_a_disk_that_fills_up_ends_the_run_with_its_own_error(tmp_path):
     """More records than any queue holds, and a limit on a file's size that only TensorBoard's view can meet."""
     code = f"""
-import resource, sys
+import resource, sys, types
 from intraskill.telemetry import Metrics
 metrics = Metrics({str(tmp_path)!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-metrics._file = open("/dev/null", "a+b")
+metrics._file = types.SimpleNamespace(write=len, flush=lambda: None, fileno=metrics._file.fileno)
 try:
     for step in range(400):
         metrics.write({{"kind": "update", "round": 0, "step": step, **{{f"x{{i}}": i for i in range(30)}}}})

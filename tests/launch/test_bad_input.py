@@ -126,6 +126,9 @@ def test_a_tokenizer_without_the_special_tokens(train, runs, copy):
         ("--config.mesh.data=2", ["rows_per_microbatch", "3", "2"]),
         ("--config.model.dtype=float16", ["float16", "bfloat16"]),
         ("--config.checkpoint.keep=0", ["keep"]),
+        ("--config.model.piece_length=352", ["640", "piece_length", "352"]),
+        ("--config.grpo.weight_decay=nan", ["weight_decay", "nan"]),
+        ("--config.bank.max_active=11", ["bank.max_active", "11", "10"]),
     ],
 )
 def test_flags(train, runs, flag, words):

@@ -1,11 +1,15 @@
 """A row worked on in pieces gives what the row gives at once, and adds its gradients up without losing small ones."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from intraskill.models.qwen35 import pieces
+from intraskill.models.qwen35 import model, pieces
+from intraskill.models.qwen35.config import QWEN35_4B
+from intraskill.types import InputError
 
 
 def body(w, carried, x, shift):
@@ -61,3 +65,18 @@ def test_cut_and_join_are_inverse():
     x = jnp.arange(24).reshape(2, 6, 2)
     assert pieces.cut(3, x).shape == (2, 2, 3, 2) and (pieces.cut(3, x)[1, 0] == x[0, 3:]).all()
     assert (pieces.join(pieces.cut(3, x)) == x).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "length", "words"),
+    [
+        ({"piece_length": 2048}, 24576 + 1024, "25600 tokens is no multiple of model piece_length, 2048"),
+        ({"attention": "splash"}, 24576 + 64, "24640 tokens is no multiple of 128"),
+    ],
+)
+def test_rows_that_cannot_be_computed_on_are_refused_by_their_length(changes, length, words):
+    config = dataclasses.replace(QWEN35_4B, **changes)
+    for fits in (1024, 2048, 24576):
+        model.check_row(config, fits)
+    with pytest.raises(InputError, match=words):
+        model.check_row(config, length)

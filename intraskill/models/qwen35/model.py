@@ -355,6 +355,15 @@ def logits(params: Params, config: ModelConfig, hidden: Float[Array, "... D"]) -
     return jnp.einsum("...d,vd->...v", hidden, table.astype(hidden.dtype), precision=precision(hidden.dtype), preferred_element_type=jnp.float32)
 
 
+def check_row(config: ModelConfig, length: int) -> None:
+    """Raises InputError unless rows of `length` tokens can be computed on: what `log_probs` would say, before anything is compiled."""
+    pieces.applies(config, length)
+    if config.attention == "splash":
+        from intraskill.models.qwen35.splash import tile  # as above
+
+        tile(length)
+
+
 def log_probs(
     params: Params,
     config: ModelConfig,
