@@ -176,13 +176,8 @@ def make_optimizer(config: Any) -> OptimizerConfig:
     settings, betas = config.grpo, config.grpo.betas
     if len(betas) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in betas):
         raise InputError(f"grpo.betas = {betas}: must be two numbers in [0, 1), e.g. (0.9, 0.98)")
-    return OptimizerConfig(
-        learning_rate=settings.learning_rate,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-    )
+    names = ("learning_rate", "weight_decay", "max_grad_norm")
+    return OptimizerConfig(beta1=betas[0], beta2=betas[1], **{name: settings[name] for name in names})
 
 
 AUTO = "auto"  # model.attention: the TPU kernel on TPUs, XLA's own operations elsewhere

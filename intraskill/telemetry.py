@@ -25,7 +25,6 @@ from intraskill.run_directory import plain
 from intraskill.types import InputError
 from intraskill.wandb_run import WandbRun
 
-
 _EVENTS: Any = event_pb2  # protobuf makes its classes when it is imported, which no type checker sees
 
 
