@@ -234,7 +234,7 @@ def _leaves(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def checksums(tree: PyTree[Array]) -> dict[str, int]:
+def checksums(tree: PyTree) -> dict[str, int]:
     """A number for each array, by its path, that another number for one of its elements would change."""
     return {path: int(_checksum(leaf)) for path, leaf in _leaves(tree).items()}
 

@@ -260,7 +260,7 @@ EMBEDDED, SGLANG = ENGINES = "embedded", "sglang"
 
 def check_engine(config: Any) -> None:
     """Refuses settings of the engine that nothing could be built from."""
-    settings = config.engine
+    settings, _ = config.engine, _time_limits(config)
     if settings.kind not in ENGINES:
         raise InputError(f"engine.kind = {settings.kind!r}: choose one of {', '.join(ENGINES)}")
     if settings.kind == SGLANG and not settings.addresses:
@@ -270,6 +270,10 @@ def check_engine(config: Any) -> None:
     for name, known in (("dtype", weights.DTYPES), ("layout", weights.LAYOUTS)):
         if settings[name] not in known:
             raise InputError(f"engine.{name} = {settings[name]!r}: choose one of {', '.join(known)}")
+
+
+def _time_limits(config: Any) -> EngineLimits:
+    return EngineLimits(*(config.engine[f"{name}_seconds"] for name in ("turn", "start", "load")))
 
 
 def check_processes(config: Any, lead: Lead) -> None:
@@ -286,8 +290,7 @@ def make_engine(config: Any, policy: Policy) -> JaxEngine | SGLangEngine:
     check_engine(config)
     remote, settings = config.engine, config.rollout
     if remote.kind == SGLANG:
-        limits = EngineLimits(remote.turn_seconds, remote.start_seconds, remote.load_seconds)
-        return SGLangEngine(list(remote.addresses), layout=remote.layout, limits=limits)
+        return SGLangEngine(list(remote.addresses), layout=remote.layout, limits=_time_limits(config))
     sizes = {"num_slots": settings.num_slots, "max_length": settings.max_context, "decode_rows": settings.decode_rows}
     return JaxEngine(policy.config, policy.params, seed=config.seed, decode_block=settings.decode_block, **sizes)
 

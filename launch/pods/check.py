@@ -178,7 +178,9 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
     require(trainer["completions"] * per_host == chips, f"{trainer['completions']} pods of {per_host} chips for a slice of {chips}")
     port = next(w.partition("=")[2] for w in containers["engines"]["command"] if w.startswith("--port="))
     servers = [f"http://{name}-engines-0-{index}.{name}:{port}" for index in range(engines["completions"])]
-    command = shlex.split(containers["trainer"]["command"][-1])
+    line = containers["trainer"]["command"][-1]
+    require(isinstance(line, str), f"the trainer's command ends in {line!r}, no text")  # of None, shlex reads standard input
+    command = shlex.split(line)
     check_training(command, chips, servers, "gke_jobset.yaml")
     for key in ("model.checkpoint", "runs_directory"):
         path = settings_of(command)[key]

@@ -92,7 +92,7 @@ def test_a_mesh_over_several_processes_takes_all_devices(monkeypatch):
         parts.make_learner(config, shape, Sampling(1))
 
 
-class _Told:
+class _Told(followers.Follower):
     """A follower's end of a line on which one message has come."""
 
     def __init__(self, config, params, **changes):

@@ -15,7 +15,7 @@ from configs import coevolve, pocket
 from intraskill import fast_loop
 from intraskill import parts as parts_module
 from intraskill.grpo import batch_file
-from intraskill.grpo.learner import NonFiniteUpdate
+from intraskill.grpo.learner import Learner, NonFiniteUpdate
 from intraskill.grpo.loss import ClippedPolicyGradient
 from intraskill.models.qwen35.config import QWEN35_4B
 from intraskill.parts import Parts, check_settings, make_objective, packing_options
@@ -294,7 +294,7 @@ def test_a_bank_s_size_that_the_gate_would_refuse_a_round_later(value):
 def test_the_learner_is_built_under_the_run_s_own_sampling(monkeypatch):
     """What it then does with temperature and banned ids is in test_policy."""
     given = []
-    monkeypatch.setattr(parts_module, "qwen35_learner", lambda *_, **sampled: given.append(sampled))
+    monkeypatch.setattr(parts_module, "qwen35_learner", lambda *_, **sampled: given.append(sampled) or object.__new__(Learner))
     config = coevolve.get_config()
     config.mesh.fsdp = 1
     parts_module.make_learner(config, QWEN35_4B, Sampling(1, temperature=0.6, banned_ids=(3, 5)))
