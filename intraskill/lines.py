@@ -128,7 +128,10 @@ def let_in(door: socket.socket, token: str, count: int, seconds: float) -> dict[
     arrived: dict[int, tuple[socket.socket, str]] = {}
     while len(arrived) < count:
         try:
-            door.settimeout(max(end - time.monotonic(), 1e-3))
+            left = end - time.monotonic()
+            if left <= 0:  # `accept` would go on as long as somebody waits
+                raise TimeoutError
+            door.settimeout(left)
             connection, _ = door.accept()
         except TimeoutError:
             missing = sorted(set(range(1, count + 1)) - set(arrived))
