@@ -12,6 +12,7 @@ from configs import pocket
 from intraskill import evaluation, fast_loop, loop, slow_loop, summary
 from intraskill.evaluation import Case
 from intraskill.fast_loop import Position
+from intraskill.grpo.learner import TrainState
 from intraskill.parts import RETRY, TRAIN
 from intraskill.rollout import records
 from intraskill.run_directory import read_json
@@ -262,7 +263,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path):
     parts, _ = make_parts(tmp_path, settings())
     parts.checkpoints = types.SimpleNamespace(latest=lambda: None)
     begun = []
-    parts.learner = types.SimpleNamespace(init=lambda params: "state")
+    parts.learner = types.SimpleNamespace(init=lambda params: object.__new__(TrainState))
     parts.metrics.restore = begun.append
     object.__setattr__(parts.policy, "params", None)
     assert loop.restore(parts)[1].step == 0 and begun == [{"num_lines": 0}]
