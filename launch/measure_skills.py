@@ -118,6 +118,8 @@ def narrow(estimate: gate.Estimate) -> tuple[float, float]:
 def report(measured: Measured, directory: Path) -> bool:
     """Prints the tables, writes `skills.json`, and says whether every target is met."""
     console = rich.console.Console()
+    if not console.is_terminal:
+        console.width = 140  # in a log file the intervals shall be whole
     added = evaluation.compare("initial - bare", measured.bare, measured.initial)
     success = measured.bare.summary["success"]
     console.print(
