@@ -1,6 +1,6 @@
-"""Makes the pocket checkpoint from scripted demonstrations: about 20 minutes on two CPU cores.
+"""Makes the pocket checkpoint from scripted demonstrations: about 27 minutes on two CPU cores.
 
-    python launch/warm_start.py --out=DIR [--seed=0] [--tokens=8500000]
+    python launch/warm_start.py --out=DIR [--seed=0] [--tokens=12000000]
 
 Trains with the project's learner, prints loss as it goes and accuracy per skill at the end, and writes DIR (which must not exist) in
 Hugging Face layout with the tokenizer and a report, warm_start.json. Same seed, same machine, same bytes. Interrupted, the same command goes on

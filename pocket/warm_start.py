@@ -49,7 +49,7 @@ class WarmStartConfig:
     """
 
     seed: int = 0
-    tokens: int = 8_500_000
+    tokens: int = 12_000_000
     worlds: int = 8
     world_seed: int = 1000
     drill_stock: float = 0.6
