@@ -293,6 +293,7 @@ def join(place: Place, settings: Any) -> Lead | Follower:
 
 def _initialize(place: Place, settings: Any) -> bool:
     """Starts JAX's own service; False where nobody asked for several processes and there is no cluster to ask."""
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself and goes on
     try:
         jax.distributed.initialize(
             place.coordinator,

@@ -71,12 +71,14 @@ def test_a_process_killed_in_a_collective_ends_the_others_with_its_name(launcher
         assert "Traceback" not in process.stderr
 
 
-def test_a_process_killed_while_the_engines_play_is_noticed_too(launcher, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])  # JAX's preemption service would take the second and go on
+def test_a_process_killed_while_the_engines_play_is_noticed_too(launcher, tmp_path, number):
     of_three = ended(launcher, tmp_path, "2:killed-waiting")
     first, other, killed = of_three.processes
     first.wait_until(lambda: "waiting" in first.stdout)
     killed.wait_until(lambda: "waiting" in killed.stdout)
-    os.kill(killed.pid, signal.SIGKILL)
+    os.kill(killed.pid, number)
+    assert killed.wait() == -number
     assert (first.wait(), other.wait()) == (2, 2), of_three.errors()
     for process in (first, other):
         assert "process 2 on " in process.stderr and "has died" in process.stderr and "Traceback" not in process.stderr
