@@ -18,6 +18,7 @@ from launch import entry  # noqa: E402  (sets the environment before JAX is impo
 
 import asyncio  # noqa: E402
 import dataclasses  # noqa: E402
+import math  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -115,6 +116,15 @@ def narrow(estimate: gate.Estimate) -> tuple[float, float]:
     return estimate.coefficient - half, estimate.coefficient + half
 
 
+def repetitions(bare: Result) -> dict[str, float]:
+    """Standard deviation of success over repetitions of all tasks, and what it would be if episodes were independent."""
+    outcomes = sorted((o.sample, o.task_id, float(o.success)) for o in bare.outcomes if o.scored)
+    samples = statistics.task_means((str(sample), success) for sample, _, success in outcomes)
+    tasks, num = statistics.task_means((task, success) for _, task, success in outcomes), len(samples)
+    variance = sum(p * (1 - p) for p in tasks.values()) / len(tasks) * num / max(1, num - 1)  # within a task
+    return {"spread": float(np.std(list(samples.values()), ddof=min(1, num - 1))), "expected": math.sqrt(variance / len(tasks))}
+
+
 def report(measured: Measured, directory: Path) -> bool:
     """Prints the tables, writes `skills.json`, and says whether every target is met."""
     console = rich.console.Console()
@@ -124,6 +134,10 @@ def report(measured: Measured, directory: Path) -> bool:
     success = measured.bare.summary["success"]
     console.print(
         f"bare success {success:.3f}; S0 adds {added['difference']:+.3f} [{added['low']:+.3f}, {added['high']:+.3f}] over {added['tasks']} tasks"
+    )
+    spread = repetitions(measured.bare)
+    console.print(
+        f"bare success of {_SAMPLES.value} repetitions spreads by {spread['spread']:.4f}; independent episodes would by {spread['expected']:.4f}"
     )
     table = rich.table.Table("mechanism", "kind", "seen", "95% interval", "90% interval", "held out", "95% interval", "kept")
     rows, met = [], [BARE[0] <= success <= BARE[1], added["difference"] >= INITIAL and added["low"] > 0]
@@ -143,7 +157,10 @@ def report(measured: Measured, directory: Path) -> bool:
         table.add_row(mechanism.name, kind, f"{seen.coefficient:+.3f}", spans[0], spans[1], f"{held.coefficient:+.3f}", spans[2], shown)
     console.print(table)
     fits = {name: {"rows": fit.rows, "mean_masked": fit.mean_masked, "mean_bare": fit.mean_bare} for name, fit in measured.wordings.items()}
-    write_json(directory / "skills.json", {"bare": dict(measured.bare.summary), "initial": added, "wordings": fits, "mechanisms": rows})
+    write_json(
+        directory / "skills.json",
+        {"bare": dict(measured.bare.summary), "repetitions": spread, "initial": added, "wordings": fits, "mechanisms": rows},
+    )
     met.append(useful >= USEFUL)
     return all(met)
 

@@ -22,6 +22,9 @@ def test_measures_once_and_by_least_squares(launcher, tmp_path):
     assert len(bare) == 40 and not any(e["injected"] for e in bare)
     assert {e["success"] for e in bare} == {True, False}, "the committed policy succeeds now and then"
     mean = {task: np.mean([e["success"] for e in bare if e["task_id"] == task]) for task in {e["task_id"] for e in bare}}
+    table = np.array([[e["success"] for e in bare if e["sample"] == sample] for sample in (0, 1)], float)  # both in the order of tasks
+    assert found["repetitions"]["spread"] == pytest.approx(abs(table[0].mean() - table[1].mean()) / np.sqrt(2))
+    assert found["repetitions"]["expected"] == pytest.approx(np.sqrt((table[0] != table[1]).mean() / 2 / table.shape[1]))
     for wording, name in (("seen", "@1"), ("held_out", "")):
         masked = episodes(directory / wording)
         ids = [row[wording]["id"] for row in found["mechanisms"]]
