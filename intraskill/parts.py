@@ -260,7 +260,8 @@ EMBEDDED, SGLANG = ENGINES = "embedded", "sglang"
 
 def check_engine(config: Any) -> None:
     """Refuses settings of the engine that nothing could be built from."""
-    settings, _ = config.engine, _time_limits(config)
+    settings = config.engine
+    _time_limits(config)  # checks them
     if settings.kind not in ENGINES:
         raise InputError(f"engine.kind = {settings.kind!r}: choose one of {', '.join(ENGINES)}")
     if settings.kind == SGLANG and not settings.addresses:

@@ -152,7 +152,7 @@ def report(measured: Measured, directory: Path) -> bool:
         if kept is not None:
             met.append(kept >= KEPT)
         rows.append({"mechanism": mechanism.name, "kind": kind, "seen": seen, "held_out": held, "interval90": (low, high), "kept": kept})
-        spans = [f"[{low:+.3f}, {high:+.3f}]" for low, high in ((seen.low, seen.high), (low, high), (held.low, held.high))]
+        spans = [f"[{ends[0]:+.3f}, {ends[1]:+.3f}]" for ends in ((seen.low, seen.high), (low, high), (held.low, held.high))]
         shown = "" if kept is None else f"{kept:.2f}"
         table.add_row(mechanism.name, kind, f"{seen.coefficient:+.3f}", spans[0], spans[1], f"{held.coefficient:+.3f}", spans[2], shown)
     console.print(table)
