@@ -3,8 +3,8 @@
     python launch/warm_start.py --out=DIR [--seed=0] [--tokens=12000000]
 
 Trains with the project's learner, prints loss as it goes and accuracy per skill at the end, and writes DIR (which must not exist) in
-Hugging Face layout with the tokenizer and a report, warm_start.json. Same seed, same machine, same number of cores: same bytes. Interrupted, the same command goes on
-from its last checkpoint in DIR.unfinished.
+Hugging Face layout with the tokenizer and a report, warm_start.json. Same seed, same machine, same number of cores: same bytes.
+Interrupted, the same command goes on from its last checkpoint in DIR.unfinished.
 """
 
 import os
