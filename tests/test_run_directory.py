@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -196,3 +197,20 @@ def test_require_disk(tmp_path, monkeypatch):
     run_directory.require_disk(tmp_path / "not" / "yet", 10**9)
     with pytest.raises(InputError, match=r"yet needs 1.5 GB of disk and 1.0 GB are free at"):
         run_directory.require_disk(tmp_path / "not" / "yet", 1_500_000_000)
+
+
+def test_a_full_disk_is_said_with_place_and_remedy(tmp_path):
+    with pytest.raises(InputError, match=r"a/run could not be written: No space left on device, .*B are free at .*free some space there.*--resume"):
+        with run_directory.full_disk_named(tmp_path / "a/run"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(PermissionError), run_directory.full_disk_named(tmp_path):
+        raise OSError(errno.EACCES, "Permission denied", "there")
+
+
+def test_size_on_disk_counts_every_file(tmp_path):
+    assert run_directory.size_on_disk(tmp_path / "absent") == 0
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/one").write_bytes(b"1" * 100)
+    (tmp_path / "a/b/two").write_bytes(b"2" * 23)
+    (tmp_path / "a/nowhere").symlink_to("absent")
+    assert run_directory.size_on_disk(tmp_path) == 100 + 23 + len("absent")
