@@ -143,6 +143,14 @@ def full_disk_named(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
+def reason(error: Exception) -> str:
+    """Why something could not be written: the kernel's words where a library has buried them under its own, else the beginning of the error's."""
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO):
+        if os.strerror(number) in str(error):
+            return os.strerror(number)
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
 def _free(path: str | os.PathLike[str]) -> tuple[pathlib.Path, int]:
     """The first directory of those above `path`, or itself, that exists, and the bytes that are free there."""
     existing = pathlib.Path(path).absolute()

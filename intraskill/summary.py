@@ -65,7 +65,10 @@ def write_round(
 def write(parts: Parts, base: Mapping[str, Result], final: Mapping[str, Result], seconds: float) -> dict[str, Any]:
     """`summary.json`: rounds, test conditions, the paired comparisons, versions."""
     rounds = [_read_round(_round_path(parts, i), i) for i in range(parts.config.schedule.rounds)]
-    last = evaluation.read(parts.run.path / "eval" / f"round{len(rounds) - 1:03d}-bare")
+    try:
+        last = evaluation.read(parts.run.path / "eval" / f"round{len(rounds) - 1:03d}-bare")
+    except InputError as error:
+        raise InputError(f"{error}, and {_round_path(parts, len(rounds) - 1)} with it, since the round is done") from error
     test = {name: result for name, result in {**base, **final}.items() if name != "base-validation"}
     seed = parts.config.seed
     record = {
