@@ -236,7 +236,7 @@ class Follower:
         if not isinstance(error, _OWN_WORDS):
             time.sleep(_NEWS_SECONDS)  # where this comes from the loss of another process, that ends this one meanwhile
         self._over = True
-        self._line.send(f"{type(error).__name__}: {error}".encode())
+        self._line.send(("interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}").encode())
         # Process 0 would report a closed connection, were this process gone before it has taken note.
         closing = self._end_within(2 * _GRACE_SECONDS) == Command.CLOSE
         self._alone = not closing

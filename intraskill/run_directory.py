@@ -258,6 +258,8 @@ class RunDirectory:
         """Opens an existing run to go on with it; `config`, where given, must be the one that the run was started with, but for `MAY_CHANGE`."""
         path = pathlib.Path(path).absolute()
         if not (path / "config.json").is_file():
+            if path.is_dir() and any(path.iterdir()):
+                raise InputError(f"{path} cannot be resumed: its config.json is gone; restore it from a copy, or start a run of another name")
             raise InputError(f"there is no run to resume in {path} (no config.json); leave out --resume to start one, or give the directory of a run")
         lock = _take_lock(path)
         try:

@@ -63,6 +63,10 @@ def test_create_loses_the_race_cleanly(tmp_path, monkeypatch):
 def test_resume_needs_a_run_and_its_configuration(tmp_path):
     with pytest.raises(InputError, match=r"no run to resume in .*leave out --resume"):
         RunDirectory.resume(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "versions.json").write_text("{}")
+    with pytest.raises(InputError, match=r"b cannot be resumed: its config.json is gone; restore it from a copy"):  # not: leave out --resume
+        RunDirectory.resume(tmp_path / "b")
     RunDirectory.create(tmp_path / "a", CONFIG).close()
     with RunDirectory.resume(tmp_path / "a", CONFIG) as run:
         assert run.config["grpo"]["betas"] == [0.9, 0.98]
