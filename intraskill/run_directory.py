@@ -39,7 +39,7 @@ PACKAGES = (
 # Settings that a resumed run may be given anew, since they say where and with what the run is computed and not what it is. Another mesh adds in
 # another order, so its numbers differ in their last bits from then on.
 MAY_CHANGE = (
-    *("mesh.", "distributed.", "checkpoint.", "shop.port"),
+    *("runs_directory", "mesh.", "distributed.", "checkpoint.", "shop.port"),
     *("engine.addresses", "engine.turn_seconds", "engine.start_seconds", "engine.load_seconds"),
 )
 

@@ -101,11 +101,28 @@ def test_resume_records_changed_versions(tmp_path, monkeypatch):
 
 
 def test_what_does_not_change_the_run_may_change_when_it_goes_on(tmp_path):
-    old = {"seed": 1, "mesh": {"fsdp": 1}, "engine": {"addresses": ("http://a",), "dtype": "bfloat16"}, "checkpoint": {"keep": 2}}
-    new = {"seed": 1, "mesh": {"fsdp": 8}, "engine": {"addresses": ("http://b",), "dtype": "bfloat16"}, "checkpoint": {"keep": 2, "keep_every": 0}}
+    old = {
+        "seed": 1,
+        "runs_directory": "small",
+        "mesh": {"fsdp": 1},
+        "engine": {"addresses": ("http://a",), "dtype": "bfloat16"},
+        "checkpoint": {"keep": 2},
+    }
+    new = {
+        "seed": 1,
+        "runs_directory": "large",
+        "mesh": {"fsdp": 8},
+        "engine": {"addresses": ("http://b",), "dtype": "bfloat16"},
+        "checkpoint": {"keep": 2, "keep_every": 0},
+    }
     RunDirectory.create(tmp_path / "a", old).close()
     with RunDirectory.resume(tmp_path / "a", new) as run:
-        assert run.changed == {"mesh.fsdp": [1, 8], "engine.addresses": [["http://a"], ["http://b"]], "checkpoint.keep_every": [None, 0]}
+        assert run.changed == {
+            "mesh.fsdp": [1, 8],
+            "engine.addresses": [["http://a"], ["http://b"]],
+            "checkpoint.keep_every": [None, 0],
+            "runs_directory": ["small", "large"],
+        }
         assert run.config["mesh"] == {"fsdp": 1}, "the record says how the run began"
     assert run_directory.read_json(tmp_path / "a" / "versions.json")["resumed"][0]["changed"]["mesh.fsdp"] == [1, 8]
     with pytest.raises(InputError, match=r'started with engine.dtype="bfloat16", not "float32"'):
