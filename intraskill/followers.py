@@ -195,7 +195,7 @@ class Lead:
             time.sleep(_NEWS_SECONDS)  # where another process has died, the line to it ends this one
         if self._stopping:
             time.sleep(2 * _GRACE_SECONDS)  # it is about to
-        self._end("" if kind is None else f"process 0 has ended the run: {error or kind.__name__}")
+        self._end("" if kind is None else f"process 0 has ended the run: {str(error) or 'interrupted'}")
 
 
 class Follower:

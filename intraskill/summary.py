@@ -22,7 +22,9 @@ def _round_path(parts: Parts, index: int) -> Path:
 def _read_round(path: Path, index: int) -> dict[str, Any]:
     record = read_json(path)
     if not isinstance(record, dict) or (record.get("schema_version"), record.get("round")) != (SCHEMA, index):
-        raise InputError(f"{path} is no summary of round {index}; restore it from a copy, or remove it to have the round's end done again")
+        raise InputError(
+            f"{path} is no summary of round {index}; restore it from a copy; that of the last round may be removed, to have it written again"
+        )
     return record
 
 

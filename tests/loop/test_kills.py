@@ -143,6 +143,14 @@ def test_a_corrupt_newest_checkpoint_costs_a_step_and_changes_nothing(whole, che
     assert [name for name in expected if found.get(name) != expected[name]] == [] and set(found) == set(expected)
 
 
+def test_a_lost_summary_of_a_round_before_the_newest_checkpoint_is_named(whole, checkpoint, launcher):
+    run = copy_of(whole, "lost")
+    (run / "rounds/000/summary.json").unlink()
+    process = resume(launcher, run, checkpoint)
+    assert process.status == 2 and process.stderr.count("\n") == 1, process.stderr
+    assert process.stderr.startswith(f"error: {run / 'rounds/000/summary.json'} is gone")
+
+
 def test_what_a_run_holds_is_no_disk_that_it_still_needs(whole, checkpoint, launcher):
     run = copy_of(whole, "large")
     one = 3 * (checkpoint / "model.safetensors").stat().st_size  # parameters and two moments
