@@ -79,8 +79,8 @@ def restore(parts: Parts) -> tuple[TrainState, Position]:
         parts.progress.say(f"resumed after step {position.step}")
         for name, (then, now) in parts.run.changed.items():
             parts.progress.say(f"not as when the run began: {name} was {then} and is {now}")
-    if past := parts.profiler.past(position.step):
-        parts.progress.say(f"--profile: steps {past[0]} to {past[-1]} were done before this start and are not recorded")
+        if past := parts.profiler.past(position.step):
+            parts.progress.say(f"--profile: steps {past[0]} to {past[-1]} were done before this start and are not recorded")
     parts.metrics.restore(position.metrics)
     weights.prune(parts.run.path / "weights", ())  # the engine gets what was restored, published anew
     return state, position
