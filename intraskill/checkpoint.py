@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree, UInt32
 
-from intraskill.run_directory import require_disk
+from intraskill.run_directory import reason, require_disk
 from intraskill.types import InputError
 
 _SCHEMA = 1
@@ -76,6 +76,7 @@ class Checkpointer:
         self._directory = pathlib.Path(directory).absolute()
         self._model_config = _as_json(dict(model_config), "model_config")
         self._read_only = read_only
+        logging.getLogger("absl").addFilter(_is_news)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep_last,
             keep_period=keep_every,
@@ -166,9 +167,7 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            raise InputError(
-                f"a checkpoint in {self._directory} could not be written ({type(error).__name__}: {str(error)[:300]}): check the disk, then resume"
-            ) from error
+            raise InputError(f"a checkpoint in {self._directory} could not be written ({reason(error)}): check the disk, then resume") from error
 
     def _restore(self, step: int, abstract_state: PyTree[jax.ShapeDtypeStruct]) -> Restored:
         record = self._record(step)
@@ -228,6 +227,11 @@ class Checkpointer:
             number += 1
             path = self._directory / f"{name}-{number}"
         return path
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for the traceback that Orbax logs, in its threads, of an error which it raises as well: who catches the error says what it means."""
+    return record.exc_info is None
 
 
 def _leaves(tree: PyTree) -> dict[str, Any]:

@@ -107,7 +107,7 @@ async def run(
       planned: the episodes; the order decides their noise.
       identity: what makes episodes comparable, weights first.
       bank_sha256: the bank that masks refer to.
-      on_episode: called after each episode.
+      on_episode: called once for each episode, played now or before.
     """
     manifest = {
         "schema_version": SCHEMA,
@@ -118,10 +118,12 @@ async def run(
         "episodes": [[c.task.id, c.sample, list(c.mask.chunk_ids)] for c in planned],
     }
     outcomes: dict[int, Outcome] = {}
-    if (directory / "summary.json").is_file():
+    if (directory / "summary.json").exists():
         _require_same(directory, manifest)
         recorded = read(directory)
         outcomes = dict(enumerate(recorded.outcomes))
+        for _ in outcomes:
+            on_episode()
         if all(o.scored for o in recorded.outcomes):
             return recorded
 
@@ -168,8 +170,15 @@ def _refuse_outage(condition: str, outcomes: Sequence[Outcome]) -> None:
         )
 
 
+def _read_json(directory: Path, name: str) -> Any:
+    try:
+        return read_json(directory / name)
+    except InputError as error:
+        raise InputError(f"{error}, or remove {directory} to have it played again") from None
+
+
 def _require_same(directory: Path, manifest: Mapping[str, Any]) -> None:
-    recorded = read_json(directory / "manifest.json")
+    recorded = _read_json(directory, "manifest.json")
     if not isinstance(recorded, dict):
         raise InputError(f"{directory / 'manifest.json'} is damaged (no object); remove {directory} to have it played again")
     differ = [k for k in manifest if recorded.get(k) != plain(manifest)[k]]
@@ -179,7 +188,7 @@ def _require_same(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 def read(directory: Path) -> Result:
     """The condition that `run` recorded in `directory`. Raises InputError for a damaged record, one with an episode twice among others."""
-    manifest, path = read_json(directory / "manifest.json"), directory / "episodes.jsonl"
+    manifest, path = _read_json(directory, "manifest.json"), directory / "episodes.jsonl"
     try:
         rows = [json.loads(line) for line in path.read_bytes().decode("utf-8").splitlines()]
         outcomes = tuple(Outcome(**{**row, "injected": tuple(row["injected"]), "weights": tuple(row["weights"])}) for row in rows)
@@ -189,7 +198,7 @@ def read(directory: Path) -> Result:
         raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); remove {directory} to have it played again") from error
     if [(o.task_id, o.sample) for o in outcomes] != planned:
         raise InputError(f"{path} does not hold each episode of its manifest once, in order; remove {directory} to have it played again")
-    recorded = read_json(directory / "summary.json")
+    recorded = _read_json(directory, "summary.json")
     counted = {k: v for k, v in summary.items() if not isinstance(v, float)}  # a mean's last bit may be another machine's
     if not isinstance(recorded, dict) or {k: recorded.get(k) for k in counted} != counted:
         raise InputError(f"{directory / 'summary.json'} does not hold the figures of {path}; remove {directory} to have it played again")

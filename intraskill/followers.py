@@ -20,11 +20,12 @@ import os
 import queue
 import re
 import secrets
+import signal
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -194,7 +195,7 @@ class Lead:
             time.sleep(_NEWS_SECONDS)  # where another process has died, the line to it ends this one
         if self._stopping:
             time.sleep(2 * _GRACE_SECONDS)  # it is about to
-        self._end("" if kind is None else f"process 0 has ended the run: {error or kind.__name__}")
+        self._end("" if kind is None else f"process 0 has ended the run: {str(error) or 'interrupted'}")
 
 
 class Follower:
@@ -235,7 +236,7 @@ class Follower:
         if not isinstance(error, _OWN_WORDS):
             time.sleep(_NEWS_SECONDS)  # where this comes from the loss of another process, that ends this one meanwhile
         self._over = True
-        self._line.send(f"{type(error).__name__}: {error}".encode())
+        self._line.send(("interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}").encode())
         # Process 0 would report a closed connection, were this process gone before it has taken note.
         closing = self._end_within(2 * _GRACE_SECONDS) == Command.CLOSE
         self._alone = not closing
@@ -275,7 +276,8 @@ def join(place: Place, settings: Any) -> Lead | Follower:
 
     Raises:
       InputError: the cluster cannot be asked.
-      ProcessError: the others did not come in time.
+      ProcessError: this process cannot join, or another one that has joined does not connect in time. Where one does not join in time, JAX's start
+        cannot be left: this process ends with that as its one line.
     """
     alone = place.num_processes == 1 or place.coordinator is None and not settings.detect
     if alone or not _initialize(place, settings) or jax.process_count() == 1:
@@ -295,22 +297,44 @@ def _initialize(place: Place, settings: Any) -> bool:
     """Starts JAX's own service; False where nobody asked for several processes and there is no cluster to ask."""
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself and goes on
     try:
-        jax.distributed.initialize(
-            place.coordinator,
-            place.num_processes,
-            place.process_id,
-            initialization_timeout=int(settings.start_seconds),
-            heartbeat_timeout_seconds=2 * max(1, int(settings.heartbeat_seconds)),
-            shutdown_timeout_seconds=max(1, int(settings.heartbeat_seconds)),
-            cluster_detection_method="deactivate" if place.coordinator else None,
-        )
+        with _no_longer_than(settings.start_seconds):
+            jax.distributed.initialize(
+                place.coordinator,
+                place.num_processes,
+                place.process_id,
+                initialization_timeout=int(settings.start_seconds) + 600,  # ours comes first
+                heartbeat_timeout_seconds=2 * max(1, int(settings.heartbeat_seconds)),
+                shutdown_timeout_seconds=max(1, int(settings.heartbeat_seconds)),
+                cluster_detection_method="deactivate" if place.coordinator else None,
+            )
         return True
     except ValueError as error:
         if place.coordinator is None and "coordinator_address" in str(error):  # JAX knows no cluster here
             return False
         raise InputError(f"the job's processes are not known: {error}; give --coordinator, --num_processes and --process_id") from error
     except (OSError, RuntimeError) as error:
-        raise ProcessError(f"the job's processes did not find each other within {settings.start_seconds:g} s: {str(error)[:300]}") from error
+        where = distributed.global_state.coordinator_address
+        raise ProcessError(f"this process could not join the job at {where}: {str(error)[:300]}; see that the port is free at process 0") from error
+
+
+@contextlib.contextmanager
+def _no_longer_than(seconds: float) -> Iterator[None]:
+    """Around JAX's own start, which aborts with a stack trace where the others do not come, and does not hear Ctrl-C while it waits."""
+
+    def give_up() -> None:
+        where = distributed.global_state.coordinator_address
+        same = "with the same address and number of processes, and can reach that address"
+        _end_process(f"not all processes of the job have come to {where} within {seconds:g} s: see that each was started, {same}")
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    at_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGINT, at_interrupt)
 
 
 def _from_process_0(text: str) -> str:

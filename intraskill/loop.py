@@ -25,8 +25,11 @@ async def run(parts: Parts) -> dict[str, Any]:
     for index in range(parts.config.schedule.rounds):
         bank, curriculum = slow_loop.load_round(parts, index)
         # Not by its file alone: where the newest checkpoint was damaged, the state is older than the round's end.
-        if summary.round_done(parts, index) and position.step >= (index + 1) * parts.config.schedule.steps_per_round:
+        steps = (index + 1) * parts.config.schedule.steps_per_round
+        if summary.round_done(parts, index) and position.step >= steps:
             continue
+        if position.step > steps:
+            raise InputError(f"{parts.run.round(index) / 'summary.json'} is gone, and so are the weights to do the round's end again: restore it")
         began = time.time()
         state, position, published = await pipeline.fast_round(parts, state, position.enter(index), bank, curriculum, index)
         parts.checkpoints.wait()  # what is measured from here on belongs to a checkpoint that is on disk
@@ -76,6 +79,8 @@ def restore(parts: Parts) -> tuple[TrainState, Position]:
         parts.progress.say(f"resumed after step {position.step}")
         for name, (then, now) in parts.run.changed.items():
             parts.progress.say(f"not as when the run began: {name} was {then} and is {now}")
+        if past := parts.profiler.past(position.step):
+            parts.progress.say(f"--profile: steps {past[0]} to {past[-1]} were done before this start and are not recorded")
     parts.metrics.restore(position.metrics)
     weights.prune(parts.run.path / "weights", ())  # the engine gets what was restored, published anew
     return state, position

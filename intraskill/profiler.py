@@ -5,6 +5,7 @@ they would bury a rollout; the device's work, the runtime's and the steps are.
 """
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 import jax
 
 from intraskill.types import InputError
+
+_log = logging.getLogger(__name__)
 
 
 def window(text: str, num_steps: int) -> range:
@@ -29,8 +32,22 @@ class Profiler:
     """Records the steps of a window; without one it does nothing."""
 
     def __init__(self, directory: str | os.PathLike[str], steps: range = range(0)):
-        """Nothing is recorded before the window's first step; the trace goes to `directory`/plugins/profile."""
+        """Nothing is recorded before the window's first step; the trace goes to `directory`/plugins/profile.
+
+        Raises InputError where that cannot be made: JAX would say so hours later, at the window's end.
+        """
         self._directory, self._steps, self._recording = os.fspath(directory), steps, False
+        if steps:
+            try:
+                os.makedirs(os.path.join(self._directory, "plugins", "profile"), exist_ok=True)
+            except OSError as error:
+                raise InputError(
+                    f"no profile can be written to {self._directory} ({error}): remove what is in the way, or leave out --profile"
+                ) from None
+
+    def past(self, step: int) -> range:
+        """The steps of the window that a run which goes on at `step` has done already, and which are not recorded."""
+        return self._steps[: max(0, step - self._steps.start)]
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -53,7 +70,10 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Ends the window and writes the trace, if one is being recorded."""
+        """Ends the window and writes the trace, if one is being recorded; one that cannot be written is warned of and costs no run."""
         if self._recording:
             self._recording = False
-            jax.profiler.stop_trace()
+            try:
+                jax.profiler.stop_trace()
+            except Exception as error:  # JAX's, RuntimeError or OSError
+                _log.warning("the profile could not be written to %s and is lost: %s", self._directory, str(error)[:300])

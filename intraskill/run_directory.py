@@ -20,7 +20,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ PACKAGES = (
 # Settings that a resumed run may be given anew, since they say where and with what the run is computed and not what it is. Another mesh adds in
 # another order, so its numbers differ in their last bits from then on.
 MAY_CHANGE = (
-    *("mesh.", "distributed.", "checkpoint.", "shop.port"),
+    *("runs_directory", "mesh.", "distributed.", "checkpoint.", "shop.port"),
     *("engine.addresses", "engine.turn_seconds", "engine.start_seconds", "engine.load_seconds"),
 )
 
@@ -120,15 +120,53 @@ def _sync_directory(path: pathlib.Path) -> None:
 
 def require_disk(path: str | os.PathLike[str], num_bytes: int) -> None:
     """Raises `InputError` unless `num_bytes` are free where `path` is, or will be."""
-    existing = pathlib.Path(path).absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    existing, free = _free(path)
     if free < num_bytes:
         raise InputError(
             f"{os.fspath(path)} needs {_size(num_bytes)} of disk and {_size(free)} are free at {existing}; "
             "free some space, or choose a directory elsewhere"
         )
+
+
+@contextlib.contextmanager
+def full_disk_named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around what writes under `path`: a full disk's own error names no place, so it becomes an `InputError` with place and remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        existing, free = _free(path)
+        raise InputError(
+            f"{os.fspath(path)} could not be written: {error.strerror}, {_size(free)} are free at {existing}; free some space there, "
+            "then start again, a training run with --resume: what was finished is kept"
+        ) from error
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be written: the kernel's words where a library has buried them under its own, else the beginning of the error's."""
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO):
+        if os.strerror(number) in str(error):
+            return os.strerror(number)
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _free(path: str | os.PathLike[str]) -> tuple[pathlib.Path, int]:
+    """The first directory of those above `path`, or itself, that exists, and the bytes that are free there."""
+    existing = pathlib.Path(path).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return existing, shutil.disk_usage(existing).free
+
+
+def size_on_disk(path: str | os.PathLike[str]) -> int:
+    """Bytes of all files under `path`; 0 where there is no such directory."""
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another process may be at work there
+                total += os.lstat(os.path.join(directory, name)).st_size
+    return total
 
 
 def _size(num_bytes: int) -> str:
@@ -220,6 +258,8 @@ class RunDirectory:
         """Opens an existing run to go on with it; `config`, where given, must be the one that the run was started with, but for `MAY_CHANGE`."""
         path = pathlib.Path(path).absolute()
         if not (path / "config.json").is_file():
+            if path.is_dir() and any(path.iterdir()):
+                raise InputError(f"{path} cannot be resumed: its config.json is gone; restore it from a copy, or start a run of another name")
             raise InputError(f"there is no run to resume in {path} (no config.json); leave out --resume to start one, or give the directory of a run")
         lock = _take_lock(path)
         try:

@@ -21,7 +21,7 @@ from intraskill.skills.bank import Bank, CandidatePool, adopt
 from intraskill.skills.cards import Card
 from intraskill.skills.curriculum import Curriculum
 from intraskill.skills.gate import next_bank
-from intraskill.skills.ledger import Ledger, measured
+from intraskill.skills.ledger import Fate, Ledger, measured
 from intraskill.types import Group, InputError, Mask, MaskKind, Published, Task, Trajectory
 
 
@@ -87,6 +87,7 @@ def _recorded_retry(parts: Parts, path: Path, mask: Mask, digest: str) -> Trajec
 async def analyse(parts: Parts, cases: Sequence[triage.Case], bank: Bank, round_index: int) -> list[Card]:
     """A card for each retry that failed, up to the configured number, in group order."""
     pending = [c for c in cases if c.triage == triage.Triage.PENDING_ANALYSIS][: parts.config.analysis.max_cards]
+    require_history(parts, round_index)
     tried = _ledger(parts).turned_down(round_index)
     parts.progress.start(f"round {round_index}: analysis", len(pending))
     cards = []
@@ -102,6 +103,22 @@ async def analyse(parts: Parts, cases: Sequence[triage.Case], bank: Bank, round_
 
 def _ledger(parts: Parts) -> Ledger:
     return Ledger(parts.run.path / "ledger.jsonl")
+
+
+def require_history(parts: Parts, round_index: int) -> None:
+    """Raises InputError where the ledger lacks what an earlier round put there: what was turned down would be proposed again, unseen."""
+    ledger = _ledger(parts)
+    entries = ledger.entries()
+    for index in range(round_index):
+        summary, path = read_json(parts.run.round(index) / "summary.json"), parts.run.round(index) / "gate.json"
+        wanted = {(Fate.CANDIDATE, name) for name in (summary.get("candidates", ()) if isinstance(summary, dict) else ())}
+        if path.is_file():
+            wanted |= {(Fate.MEASURED, decision.id) for decision in gate.GateResult.load(path).decisions}
+        if lost := sorted(wanted - {(e.fate, e.chunk_id) for e in entries if e.round == index}):
+            raise InputError(
+                f"{ledger.path} lacks {len(lost)} entries of round {index}, e.g. that {lost[0][1]} was {lost[0][0]}: restore it from a copy; "
+                "without them what was turned down would be proposed again"
+            )
 
 
 def compile_candidates(parts: Parts, cards: Sequence[Card], bank: Bank, round_index: int) -> CandidatePool:

@@ -22,7 +22,9 @@ def _round_path(parts: Parts, index: int) -> Path:
 def _read_round(path: Path, index: int) -> dict[str, Any]:
     record = read_json(path)
     if not isinstance(record, dict) or (record.get("schema_version"), record.get("round")) != (SCHEMA, index):
-        raise InputError(f"{path} is no summary of round {index}; restore it from a copy, or remove it to have the round's end done again")
+        raise InputError(
+            f"{path} is no summary of round {index}; restore it from a copy; that of the last round may be removed, to have it written again"
+        )
     return record
 
 
@@ -65,7 +67,10 @@ def write_round(
 def write(parts: Parts, base: Mapping[str, Result], final: Mapping[str, Result], seconds: float) -> dict[str, Any]:
     """`summary.json`: rounds, test conditions, the paired comparisons, versions."""
     rounds = [_read_round(_round_path(parts, i), i) for i in range(parts.config.schedule.rounds)]
-    last = evaluation.read(parts.run.path / "eval" / f"round{len(rounds) - 1:03d}-bare")
+    try:
+        last = evaluation.read(parts.run.path / "eval" / f"round{len(rounds) - 1:03d}-bare")
+    except InputError as error:
+        raise InputError(f"{error}, and {_round_path(parts, len(rounds) - 1)} with it, since the round is done") from error
     test = {name: result for name, result in {**base, **final}.items() if name != "base-validation"}
     seed = parts.config.seed
     record = {

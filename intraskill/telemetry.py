@@ -97,7 +97,7 @@ class Metrics:
         if num_lines is not None and len(kept) < num_lines:
             raise InputError(
                 f"{self._path} has {len(kept)} whole lines but the checkpoint was taken after {num_lines}; "
-                "restore the file, or resume an earlier checkpoint"
+                "restore the file from a copy, or remove that checkpoint to go on from the one before"
             )
         self._file.truncate(num_bytes)
         self._file.seek(0, os.SEEK_END)

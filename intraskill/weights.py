@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from intraskill import manifest
 from intraskill.models.qwen35 import hf
 from intraskill.models.qwen35.config import ModelConfig
-from intraskill.run_directory import require_disk, write_json
+from intraskill.run_directory import reason, require_disk, write_json
 from intraskill.types import InputError, Published
 
 DTYPES = ("float32", "bfloat16")
@@ -121,7 +121,7 @@ def publish(
             shutil.rmtree(path, ignore_errors=True)
             time.sleep(0.1)
         if isinstance(e, Exception):  # the libraries raise many types when a write fails
-            raise InputError(f"{path} could not be written ({type(e).__name__}: {str(e)[:300]}): check the disk's space, then resume") from e
+            raise InputError(f"{path} could not be written ({reason(e)}): check the disk's space, then resume") from e
         raise
     return published
 

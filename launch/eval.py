@@ -20,6 +20,7 @@ import rich.console  # noqa: E402
 import rich.table  # noqa: E402
 
 from intraskill import evaluation, parts  # noqa: E402
+from intraskill.run_directory import full_disk_named  # noqa: E402
 from intraskill.skills.bank import Bank  # noqa: E402
 from intraskill.telemetry import Progress  # noqa: E402
 from intraskill.types import InputError, Mask  # noqa: E402
@@ -57,7 +58,7 @@ async def _evaluate(config, served: shops.Served) -> evaluation.Result:
 
 def main(_) -> None:
     config = _CONFIG.value
-    with entry.one_line_errors():
+    with entry.one_line_errors(), full_disk_named(Path(config.runs_directory) / config.name):
         parts.check_sizes(config, parts.ROLLOUT_SIZES)
         with shops.serve(config) as served:
             result = asyncio.run(_evaluate(config, served))

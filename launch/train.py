@@ -23,7 +23,7 @@ from absl import flags  # noqa: E402
 
 from analysis.report import write_report  # noqa: E402
 from intraskill import followers, loop, parts, plan, profiler, wandb_run  # noqa: E402
-from intraskill.run_directory import RunDirectory, require_disk  # noqa: E402
+from intraskill.run_directory import RunDirectory, full_disk_named, require_disk, size_on_disk  # noqa: E402
 from intraskill.telemetry import Progress, print_summary  # noqa: E402
 from launch import shop as shops  # noqa: E402
 from shop_env.client import ShopClient  # noqa: E402
@@ -61,7 +61,7 @@ def main(_) -> None:
         again = " ".join([*(a for a in sys.argv if a != "--resume"), "--resume"])
         return f"; go on with: python {again}" if (directory / "config.json").is_file() else " before the run began; nothing was written"
 
-    with entry.one_line_errors(hint):
+    with entry.one_line_errors(hint), full_disk_named(directory):
         parts.check_settings(config)
         place = followers.Place(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         profile = profiler.window(_PROFILE.value, config.schedule.rounds * config.schedule.steps_per_round)
@@ -77,7 +77,7 @@ def main(_) -> None:
             parts.check_processes(config, team)
             planned = plan.of(config)
             plan.show(planned, directory)
-            require_disk(directory.parent, planned.disk_bytes)
+            require_disk(directory.parent, planned.disk_bytes - (size_on_disk(directory) if _RESUME.value else 0))
             with shops.serve(config) as served:
                 summary, report = asyncio.run(_train(config, directory, served, team, profile))
         print_summary(summary)

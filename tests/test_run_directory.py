@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -62,6 +63,10 @@ def test_create_loses_the_race_cleanly(tmp_path, monkeypatch):
 def test_resume_needs_a_run_and_its_configuration(tmp_path):
     with pytest.raises(InputError, match=r"no run to resume in .*leave out --resume"):
         RunDirectory.resume(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "versions.json").write_text("{}")
+    with pytest.raises(InputError, match=r"b cannot be resumed: its config.json is gone; restore it from a copy"):  # not: leave out --resume
+        RunDirectory.resume(tmp_path / "b")
     RunDirectory.create(tmp_path / "a", CONFIG).close()
     with RunDirectory.resume(tmp_path / "a", CONFIG) as run:
         assert run.config["grpo"]["betas"] == [0.9, 0.98]
@@ -96,11 +101,28 @@ def test_resume_records_changed_versions(tmp_path, monkeypatch):
 
 
 def test_what_does_not_change_the_run_may_change_when_it_goes_on(tmp_path):
-    old = {"seed": 1, "mesh": {"fsdp": 1}, "engine": {"addresses": ("http://a",), "dtype": "bfloat16"}, "checkpoint": {"keep": 2}}
-    new = {"seed": 1, "mesh": {"fsdp": 8}, "engine": {"addresses": ("http://b",), "dtype": "bfloat16"}, "checkpoint": {"keep": 2, "keep_every": 0}}
+    old = {
+        "seed": 1,
+        "runs_directory": "small",
+        "mesh": {"fsdp": 1},
+        "engine": {"addresses": ("http://a",), "dtype": "bfloat16"},
+        "checkpoint": {"keep": 2},
+    }
+    new = {
+        "seed": 1,
+        "runs_directory": "large",
+        "mesh": {"fsdp": 8},
+        "engine": {"addresses": ("http://b",), "dtype": "bfloat16"},
+        "checkpoint": {"keep": 2, "keep_every": 0},
+    }
     RunDirectory.create(tmp_path / "a", old).close()
     with RunDirectory.resume(tmp_path / "a", new) as run:
-        assert run.changed == {"mesh.fsdp": [1, 8], "engine.addresses": [["http://a"], ["http://b"]], "checkpoint.keep_every": [None, 0]}
+        assert run.changed == {
+            "mesh.fsdp": [1, 8],
+            "engine.addresses": [["http://a"], ["http://b"]],
+            "checkpoint.keep_every": [None, 0],
+            "runs_directory": ["small", "large"],
+        }
         assert run.config["mesh"] == {"fsdp": 1}, "the record says how the run began"
     assert run_directory.read_json(tmp_path / "a" / "versions.json")["resumed"][0]["changed"]["mesh.fsdp"] == [1, 8]
     with pytest.raises(InputError, match=r'started with engine.dtype="bfloat16", not "float32"'):
@@ -196,3 +218,20 @@ def test_require_disk(tmp_path, monkeypatch):
     run_directory.require_disk(tmp_path / "not" / "yet", 10**9)
     with pytest.raises(InputError, match=r"yet needs 1.5 GB of disk and 1.0 GB are free at"):
         run_directory.require_disk(tmp_path / "not" / "yet", 1_500_000_000)
+
+
+def test_a_full_disk_is_said_with_place_and_remedy(tmp_path):
+    with pytest.raises(InputError, match=r"a/run could not be written: No space left on device, .*B are free at .*free some space there.*--resume"):
+        with run_directory.full_disk_named(tmp_path / "a/run"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(PermissionError), run_directory.full_disk_named(tmp_path):
+        raise OSError(errno.EACCES, "Permission denied", "there")
+
+
+def test_size_on_disk_counts_every_file(tmp_path):
+    assert run_directory.size_on_disk(tmp_path / "absent") == 0
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/one").write_bytes(b"1" * 100)
+    (tmp_path / "a/b/two").write_bytes(b"2" * 23)
+    (tmp_path / "a/nowhere").symlink_to("absent")
+    assert run_directory.size_on_disk(tmp_path) == 100 + 23 + len("absent")

@@ -32,7 +32,7 @@ class Job:
         return "\n".join(f"--- process {i}: status {p.status}\n{p.stderr[-3000:]}" for i, p in enumerate(self.processes))
 
 
-def start(launcher: ForkServer, script: str, num_processes: int, *arguments: str) -> Job:
-    """Starts all processes of a job; returns at once."""
+def start(launcher: ForkServer, script: str, num_processes: int, *arguments: str, connections: bool = False) -> Job:
+    """Starts all processes of a job; returns at once. They may note their connections."""
     address = coordinator()
-    return Job([launcher.start(script, *arguments, *place(address, num_processes, i)) for i in range(num_processes)])
+    return Job([launcher.start(script, *arguments, *place(address, num_processes, i), connections=connections) for i in range(num_processes)])

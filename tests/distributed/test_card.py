@@ -30,11 +30,11 @@ def test_the_overrides_are_sizes_paths_and_addresses_of_the_pods_config():
 
 @pytest.fixture(scope="module")
 def finished(launcher, tmp_path_factory):
-    """The run's directory, its processes, and what the servers called their weights at its end."""
+    """The run's directory, its processes, what the servers called their weights at its end, and where the servers are."""
     runs = tmp_path_factory.mktemp("runs")
     # One after the other: the second finds what the first has compiled.
     engines = [engine_process.start(launcher, Path("pocket/checkpoint"), max_length=card.SIZES["rollout.max_context"], slots=8) for _ in range(2)]
-    trainers = job.start(launcher, "launch/train.py", 2, *card.flags(runs, [address for _, address in engines]))
+    trainers = job.start(launcher, "launch/train.py", 2, *card.flags(runs, [address for _, address in engines]), connections=True)
     for process in trainers.processes:
         process.wait(1200)
 
@@ -47,19 +47,28 @@ def finished(launcher, tmp_path_factory):
     for process, _ in engines:
         os.kill(process.pid, signal.SIGTERM)
         process.wait()
-    return runs / "coevolve", trainers, versions
+    return runs / "coevolve", trainers, versions, {("127.0.0.1", int(address.rpartition(":")[2])) for _, address in engines}
 
 
 def test_both_processes_end_well_and_only_the_first_has_something_to_say(finished):
-    run, trainers, _ = finished
+    run, trainers, *_ = finished
     assert [p.status for p in trainers.processes] == [0, 0], trainers.errors()
     first, other = trainers.processes
     assert " ".join(first.stdout.split()).endswith(f"report: {run / 'report' / 'index.html'}")
     assert not [line for line in other.stdout.splitlines() if not line.startswith("[Gloo]")], other.stdout
 
 
+def test_only_process_0_talks_to_the_shop_and_the_engines(finished):
+    _, trainers, _, engines = finished
+    first, other = (set(p.connections) for p in trainers.processes)
+    (shop,) = first - engines
+    assert engines < first and shop[0] == "127.0.0.1", first
+    assert len(other) == len(trainers.processes[1].connections) == 1, "the line to process 0, once"
+    assert not other & first
+
+
 def test_the_run_is_whole(finished):
-    run, _, versions = finished
+    run, _, versions, _ = finished
     assert versions == ["2", "2"], "both servers hold the last weights"
     lines = [line for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [sum(f'"kind": "{kind}"' in line for line in lines) for kind in ("rollout", "update", "sync")] == [2, 4, 2]

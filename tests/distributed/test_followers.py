@@ -2,6 +2,7 @@
 
 import dataclasses
 import socket
+import types
 
 import jax
 import numpy as np
@@ -71,6 +72,15 @@ def test_a_process_that_is_told_of_no_others_is_alone():
         lead.tell(Command.UPDATE, batches=[batch(0)])
         params = {"a": np.ones(3)}
         assert lead.whole(params) is params
+
+
+@pytest.mark.parametrize(("error", "words"), [(KeyboardInterrupt(), "interrupted"), (InputError("no disk"), "no disk")])
+def test_the_others_are_told_why_process_0_ends(error, words):
+    told, lead = [], Lead()
+    lead._lines[1] = types.SimpleNamespace(end=told.append)
+    with pytest.raises(type(error)), lead:
+        raise error
+    assert [followers._decode(message)[1] for message in told] == [{"why": f"process 0 has ended the run: {words}", "now": False}]
 
 
 def test_the_embedded_engine_is_refused_over_several_processes():

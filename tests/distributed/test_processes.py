@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 
 import numpy as np
 import pytest
@@ -58,6 +59,23 @@ def test_without_a_cluster_to_ask_a_process_is_alone(launcher, tmp_path):
 
 def ended(launcher, tmp_path, task: str, num_processes: int = 3) -> job.Job:
     return job.start(launcher, WORKER, num_processes, task, str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_to_which_the_others_do_not_come_says_so_and_ends(launcher, tmp_path, number):
+    address = job.coordinator()
+    process = launcher.run(WORKER, "lonely", str(tmp_path), *job.place(address, 2, number))
+    assert process.status == 2, process.stderr  # JAX itself would abort with a stack trace
+    expected = f"error: not all processes of the job have come to {address} within 5 s: see that each was started"
+    assert process.stderr.startswith(expected) and process.stderr.count("\n") == 1
+
+
+def test_a_process_0_whose_port_is_taken_names_it(launcher, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        process = launcher.run(WORKER, "lonely", str(tmp_path), *job.place(address, 2, 0))
+    assert process.status == 2 and "Traceback" not in process.stderr
+    assert process.stderr.splitlines()[-1].startswith(f"error: this process could not join the job at {address}: "), process.stderr
 
 
 def test_a_process_killed_in_a_collective_ends_the_others_with_its_name(launcher, tmp_path):

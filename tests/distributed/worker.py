@@ -1,7 +1,8 @@
 """A process of a job that trains a tiny model for a few updates: process 0 makes the calls, the others follow.
 
 Arguments: what to do, a scratch directory, then the flags of the process's place in its job. What to do: `train`, or how one process ends at its
-first update (`killed`, `stopped`, `failing`) or while process 0 waits for its engines (`killed-waiting`), preceded by its number: `2:killed`.
+first update (`killed`, `stopped`, `failing`) or while process 0 waits for its engines (`killed-waiting`), preceded by its number: `2:killed`. A
+`lonely` one has little patience for the others to come.
 """
 
 import dataclasses
@@ -157,7 +158,8 @@ def main() -> None:
         return
     address, number, process = (flag.partition("=")[2] for flag in flags)
     ending, _, manner = task.rpartition(":")
-    settings = ConfigDict({**SETTINGS, "heartbeat_seconds": 15.0}) if manner == "stopped" else SETTINGS
+    impatient = {"stopped": {"heartbeat_seconds": 15.0}, "lonely": {"start_seconds": 5.0}}
+    settings = ConfigDict({**SETTINGS, **impatient.get(manner, {})})
     with entry.one_line_errors(), followers.join(Place(address, int(number), int(process)), settings) as team:
         if isinstance(team, Follower):
             command, _, _ = team.receive()

@@ -223,6 +223,17 @@ def test_old_log_probs_may_not_be_forgotten():
         learner.update(learner.init(toy.params()), [rl_batch()])
 
 
+def test_a_policy_that_is_certain_of_every_token_has_log_probs_of_0_and_trains():
+    """They are no forgotten ones; a policy that has converged, or a single token a turn, is like that."""
+    learner = toy.learner(ClippedPolicyGradient())
+    state = learner.init(toy.params() | {"table": 1e3 * jnp.eye(toy.VOCABULARY)})
+    batch, _ = pack([Episode([2, 2, 2], [False, True, True], [0.0, 0.0, 0.0], 1.0), Episode([5, 5], [False, True], [0.0, 0.0], -1.0)], **ROW)
+    filled = learner.old_log_probs(state, [batch])
+    assert filled[0].mask.sum() == 3 and not filled[0].old_logprobs.any()
+    state, metrics = learner.update(state, filled)
+    assert int(state.step) == 1 and metrics["grad_norm"] == 0.0
+
+
 def test_reference_log_probs_may_not_be_forgotten():
     learner = toy.learner(ClippedPolicyGradient(kl_coefficient=0.1))
     state = learner.init(toy.params())

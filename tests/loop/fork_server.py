@@ -62,6 +62,11 @@ class Process:
     def stderr(self) -> str:
         return (self.directory / "stderr").read_text()
 
+    @property
+    def connections(self) -> list[tuple[str, int]]:
+        """Host and port of each connection that it made, where it was started to note them."""
+        return [(host, port) for host, port in map(json.loads, (self.directory / "connections").read_text().splitlines())]
+
 
 class ForkServer:
     """The end that tests hold."""
@@ -86,12 +91,12 @@ class ForkServer:
         print(json.dumps(request), file=self._server.stdin, flush=True)
         return json.loads(self._server.stdout.readline())
 
-    def start(self, script: str, *arguments: str, kill: "Kill | None" = None, batches: Path | None = None) -> Process:
-        """Runs `python SCRIPT ARGUMENTS` in the source's root; returns at once. The process may kill itself, and note its batches in a file."""
+    def start(self, script: str, *arguments: str, kill: "Kill | None" = None, batches: Path | None = None, connections: bool = False) -> Process:
+        """Runs `python SCRIPT ARGUMENTS` in the source's root; returns at once. The process may kill itself, and note its batches or connections."""
         self._count += 1
         directory = self._scratch / f"{self._count:03d}"
         directory.mkdir(parents=True)
-        hooks = {"kill": kill and dataclasses.astuple(kill), "batches": batches and str(batches)}
+        hooks = {"kill": kill and dataclasses.astuple(kill), "batches": batches and str(batches), "connections": connections}
         return Process(self, self.ask({"start": [script, *arguments], "directory": str(directory), **hooks}), directory)
 
     def run(self, script: str, *arguments: str, timeout: float = 600, kill: "Kill | None" = None, batches: Path | None = None) -> Process:
@@ -128,11 +133,11 @@ def _serve() -> None:
         else:
             answer = os.fork()
             if answer == 0:
-                _become(Path(request["directory"]), request["start"], request["kill"], request["batches"])
+                _become(Path(request["directory"]), request["start"], request["kill"], request["batches"], request["connections"])
         print(json.dumps(answer), flush=True)
 
 
-def _become(directory: Path, command: list[str], kill: list | None, batches: str | None) -> None:
+def _become(directory: Path, command: list[str], kill: list | None, batches: str | None, connections: bool) -> None:
     """Runs the script and ends the process.
 
     The child has standard streams of its own, and Ctrl-C as at a terminal: what a shell starts in the background ignores it. It ends at once, because
@@ -149,6 +154,8 @@ def _become(directory: Path, command: list[str], kill: list | None, batches: str
 
         if batches:
             kills.note_batches(batches)
+        if connections:
+            kills.note_connections(str(directory / "connections"))
         if kill:
             kills.Kill(*kill).arm()
         runpy.run_path(command[0], run_name="__main__")

@@ -56,6 +56,17 @@ def note_batches(path: str) -> None:
     _wrap("intraskill.grpo.learner:Learner.update", note)
 
 
+def note_connections(path: str) -> None:
+    """Appends `[host, port]` to the file at `path` for each connection that Python code of this process makes."""
+
+    def note(event: str, arguments: tuple) -> None:
+        if event == "socket.connect" and isinstance(arguments[1], tuple):
+            with open(path, "a") as f:
+                f.write(json.dumps(arguments[1][:2]) + "\n")
+
+    sys.addaudithook(note)
+
+
 def batches(path: Path) -> dict[int, set[str]]:
     """What `note_batches` noted, by the number of updates done before."""
     found: dict[int, set[str]] = {}

@@ -57,8 +57,10 @@ async def test_what_is_read_back_equals_what_was_played(tmp_path):
 async def test_a_complete_evaluation_is_read_and_not_played_again(tmp_path):
     first = await run(tmp_path / "e")
     idle = make_rollout(turns=())  # would fail on its first turn
-    again = await run(tmp_path / "e", rollout=idle)
-    assert again == first and idle.engine.prompts == []
+    seen = []
+    planned = evaluation.cases(TASKS, 2, Mask.skill_free(), ())
+    again = await evaluation.run(tmp_path / "e", "base", idle, planned, IDENTITY, "bank-1", lambda: seen.append(1))
+    assert again == first and idle.engine.prompts == [] and len(seen) == 6
 
 
 async def test_an_interrupted_evaluation_is_played_again(tmp_path):
@@ -260,6 +262,22 @@ async def test_a_record_with_an_episode_twice_or_missing_is_refused(tmp_path, da
         evaluation.read(tmp_path / "e")
     with pytest.raises(InputError, match=words):
         await run(tmp_path / "e")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "summary.json"])
+@pytest.mark.parametrize("damage", ["text", "bytes", "directory"])
+async def test_a_damaged_record_is_refused_with_its_remedy_before_anything_is_played(tmp_path, name, damage):
+    await run(tmp_path / "e")
+    path = tmp_path / "e" / name
+    if damage == "directory":
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes(b'{"half' if damage == "text" else b"\xff\x00")
+    idle = make_rollout()
+    with pytest.raises(InputError, match=f"{path} .*, or remove {tmp_path / 'e'} to have it played again"):
+        await run(tmp_path / "e", rollout=idle)
+    assert idle.engine.prompts == []
 
 
 async def test_the_gate_checks_the_weights_of_each_episode_and_not_a_stamp(tmp_path):

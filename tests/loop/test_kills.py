@@ -143,6 +143,26 @@ def test_a_corrupt_newest_checkpoint_costs_a_step_and_changes_nothing(whole, che
     assert [name for name in expected if found.get(name) != expected[name]] == [] and set(found) == set(expected)
 
 
+def test_a_lost_summary_of_a_round_before_the_newest_checkpoint_is_named(whole, checkpoint, launcher):
+    run = copy_of(whole, "lost")
+    (run / "rounds/000/summary.json").unlink()
+    process = resume(launcher, run, checkpoint)
+    assert process.status == 2 and process.stderr.count("\n") == 1, process.stderr
+    assert process.stderr.startswith(f"error: {run / 'rounds/000/summary.json'} is gone")
+
+
+def test_what_a_run_holds_is_no_disk_that_it_still_needs(whole, checkpoint, launcher):
+    run = copy_of(whole, "large")
+    one = 3 * (checkpoint / "model.safetensors").stat().st_size  # parameters and two moments
+    many = {"checkpoint__keep": (shutil.disk_usage(run).free + 10**12) // one}  # a terabyte more than there is, by the plan
+    process = resume(launcher, run, checkpoint, **many)
+    assert process.status == 2 and "of disk and" in process.stderr, process.stderr
+    with (run / "sparse").open("wb") as f:
+        f.truncate(10**13)  # as if the run had written that much by now
+    process = resume(launcher, run, checkpoint, **many)
+    assert process.status == 0, process.stderr
+
+
 def test_the_checkpoint_of_another_model_is_refused(whole, checkpoint, launcher, tmp_path):
     other = shutil.copytree(checkpoint, tmp_path / "other")
     config = read_json(other / "config.json")

@@ -9,11 +9,12 @@ from configs import coevolve, pocket
 from intraskill import evaluation, fast_loop, plan, slow_loop
 from intraskill.parts import VALIDATE_MASKED, check_settings
 from intraskill.rollout import records
-from intraskill.run_directory import read_json
+from intraskill.run_directory import read_json, write_json
 from intraskill.skills import assignment, gate, retrieval, triage
 from intraskill.skills import curriculum as curricula
 from intraskill.skills.__main__ import main
 from intraskill.skills.bank import Bank, Candidate, CandidatePool, Operation
+from intraskill.skills.ledger import Entry, Fate, Ledger
 from intraskill.types import InputError, MaskKind, Published, Task
 
 GROUPS = 24
@@ -194,6 +195,26 @@ async def test_the_method_measures_and_the_gate_decides(tmp_path):
     assert len({tuple(r["injected"]) for r in rows}) > 8
     bare = [json.loads(line) for line in (tmp_path / "eval/round000-bare/episodes.jsonl").read_text().splitlines()]
     assert {tuple(r["injected"]) for r in bare} == {()} and len(bare) == len(rows) == len(TASKS)
+
+
+async def test_a_round_is_not_analysed_without_the_ledger_of_those_before(tmp_path):
+    parts = (await decide(tmp_path, ""))["parts"]
+    write_json(tmp_path / "rounds/000/summary.json", {"candidates": [c.chunk.id for c in POOL.candidates]})
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(InputError, match="lacks 2 entries of round 0, e.g. that .* was candidate: restore it from a copy"):
+        slow_loop.require_history(parts, 1)
+    Ledger(path).append([Entry(0, Fate.CANDIDATE, chunk_id=c.chunk.id) for c in POOL.candidates])
+    slow_loop.require_history(parts, 1)
+    lines = path.read_text().splitlines()
+    assert len(lines) == len(POOL.chunks) + len(POOL.candidates)
+    for number in range(len(lines)):
+        path.write_text("\n".join((*lines[:number], *lines[number + 1 :])) + "\n")
+        with pytest.raises(InputError, match="lacks 1 entries of round 0"):
+            slow_loop.require_history(parts, 1)
+    path.unlink()
+    with pytest.raises(InputError, match=f"lacks {len(lines)} entries of round 0"):
+        await slow_loop.analyse(parts, [], BANK, 1)
+    slow_loop.require_history(parts, 0)  # of a first round nothing is known
 
 
 @pytest.mark.parametrize("variant", ["fixed_bank", "plain_grpo"])
