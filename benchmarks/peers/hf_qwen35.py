@@ -36,19 +36,26 @@ def build(config: ModelConfig, params) -> Qwen3_5ForCausalLM:
     return model
 
 
-def logits(model, tokens: np.ndarray) -> np.ndarray:
+def _cut(tokens: np.ndarray, at_once: int | None) -> tuple[torch.Tensor, ...]:
+    return torch.tensor(tokens, dtype=torch.long).split(at_once or len(tokens))
+
+
+def logits(model, tokens: np.ndarray, at_once: int | None = None) -> np.ndarray:
+    """Of all rows, computed on `at_once` rows at a time (None: on all)."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor(tokens, dtype=torch.long), use_cache=False).logits.numpy()
+        return torch.cat([model(input_ids=ids, use_cache=False).logits for ids in _cut(tokens, at_once)]).numpy()
 
 
-def loss_and_gradients(model, tokens: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
-    """Mean cross-entropy of each next token, and its gradients by published name."""
-    ids = torch.tensor(tokens, dtype=torch.long)
+def loss_and_gradients(model, tokens: np.ndarray, at_once: int | None = None) -> tuple[float, dict[str, np.ndarray]]:
+    """Mean cross-entropy of each next token, and its gradients by published name; computed on `at_once` rows at a time (None: on all)."""
     model.zero_grad(set_to_none=True)
-    scores = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    loss = torch.nn.functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), ids[:, 1:].reshape(-1))
-    loss.backward()
-    return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}
+    total = 0.0
+    for ids in _cut(tokens, at_once):
+        scores = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), ids[:, 1:].reshape(-1)) * (len(ids) / len(tokens))
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
 def decode(model, prompts: np.ndarray, num_new: int) -> np.ndarray:

@@ -15,8 +15,8 @@ SMALL = dataclasses.replace(hf_qwen35.SHAPE, vocab_size=512, hidden_size=64, int
 
 
 def test_updates_agree_with_torch(capsys):
-    assert bench_train.against_torch(SMALL, rows=2, length=96, microbatch=1, rounds=1) > 0
-    assert capsys.readouterr().out.count("gradient norm") == 2
+    assert bench_train.against_torch(SMALL, rows=2, length=96, sizes=(1, 2), rounds=1) > 0
+    assert capsys.readouterr().out.count("gradient norm") == 4
 
 
 def test_an_update_that_differs_is_found(monkeypatch):
@@ -25,7 +25,7 @@ def test_an_update_that_differs_is_found(monkeypatch):
     loop = bench_train.hf_train.Loop
     monkeypatch.setattr(bench_train.hf_train, "Loop", lambda model, optimizer, _: loop(model, optimizer, narrow))
     with pytest.raises(AssertionError):
-        bench_train.against_torch(SMALL, rows=2, length=96, microbatch=1, rounds=1)
+        bench_train.against_torch(SMALL, rows=2, length=96, sizes=(1,), rounds=1)
 
 
 def test_rows_of_two_lengths():
