@@ -30,6 +30,8 @@ class Plan:
       trained: trained tokens of a row.
       state: of training.
       compiled: one entry per step that was asked for.
+      decodes_here: whether the run decodes on these devices (`engine.kind`: embedded). Where its engines are elsewhere, the decode call is shown
+        and says nothing about whether the run fits.
       analytic: whether these are calculated instead of compiled.
       model_flops: what the model asks for in a gradient step, per device.
       expected_flops: executed operations of the gradient step by formula, per device.
@@ -43,6 +45,7 @@ class Plan:
     trained: int
     state: State
     compiled: tuple[Step, ...]
+    decodes_here: bool
     analytic: bool
     model_flops: float
     expected_flops: float
@@ -52,9 +55,19 @@ class Plan:
 
     @property
     def misfits(self) -> tuple[Step, ...]:
-        """Steps that do not fit the device's memory."""
-        most = self.topology.chip.memory_bytes
-        return tuple(step for step in self.compiled if step.memory is None or step.memory.peak > most)
+        """Steps of the run that do not fit the device's memory."""
+        return tuple(step for step in self.compiled if self._runs(step) and self._too_large(step))
+
+    @property
+    def misfits_elsewhere(self) -> tuple[Step, ...]:
+        """The decode call, where it would not fit a device of this kind and the run does not need it to."""
+        return tuple(step for step in self.compiled if not self._runs(step) and self._too_large(step))
+
+    def _runs(self, step: Step) -> bool:
+        return self.decodes_here or step.name != "decode"
+
+    def _too_large(self, step: Step) -> bool:
+        return step.memory is None or step.memory.peak > self.topology.chip.memory_bytes
 
 
 def model_shape(config: Any, topology: Topology) -> tuple[ModelConfig, str]:
@@ -87,6 +100,7 @@ def make(config: Any, topology: Topology, wanted: Sequence[str] = STEPS) -> Plan
         row,
         trained,
         *found,
+        config.engine.kind == "embedded",
         topology.kind == "gpu",
         analytic.model_flops(shape, row, trained) / share,
         analytic.executed_flops(shape, row, trained) / share,

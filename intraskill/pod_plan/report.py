@@ -82,14 +82,17 @@ def _ratios(plan: Plan) -> str:
 
 def verdict(plan: Plan) -> str:
     """One line: whether everything fits; where not, the setting that helps."""
+    elsewhere = "".join(f" Its engines are elsewhere; on a device of this kind the {_need(plan, step)}." for step in plan.misfits_elsewhere)
     if not plan.misfits:
-        peaks = [step.memory.peak for step in plan.compiled if step.memory is not None]
-        return f"{plan.topology.name}: fits, {max(peaks) / plan.topology.chip.memory_bytes:.1%} of a device's memory at most."
-    parts = []
-    for step in plan.misfits:
-        need = f"needs {_gib(step.memory.peak)} GiB" if step.memory is not None else "was refused by the compiler for its size"
-        parts.append(f"{_NAMES[step.name]} {need} of {_gib(plan.topology.chip.memory_bytes)} GiB: {knob(plan, step)}.")
-    return f"{plan.topology.name}: does NOT fit. {' '.join(parts)}"
+        peaks = [step.memory.peak for step in plan.compiled if step.memory is not None and step not in plan.misfits_elsewhere]
+        return f"{plan.topology.name}: fits, {max(peaks, default=0) / plan.topology.chip.memory_bytes:.1%} of a device's memory at most.{elsewhere}"
+    parts = " ".join(f"{_need(plan, step)}." for step in plan.misfits)
+    return f"{plan.topology.name}: does NOT fit. {parts}{elsewhere}"
+
+
+def _need(plan: Plan, step: Step) -> str:
+    need = f"needs {_gib(step.memory.peak)} GiB" if step.memory is not None else "was refused by the compiler for its size"
+    return f"{_NAMES[step.name]} {need} of {_gib(plan.topology.chip.memory_bytes)} GiB: {knob(plan, step)}"
 
 
 def text(plan: Plan) -> str:

@@ -104,10 +104,13 @@ def train_programs(config: Any, shape: ModelConfig, devices: Any) -> tuple[State
 
 
 def decode_program(config: Any, shape: ModelConfig, devices: Any) -> jax.stages.Traced:
-    """The embedded engine's decode call, a replica on each device: all parameters in the activation dtype, and its share of the slots."""
+    """The embedded engine's decode call, a replica on each device: all parameters in the activation dtype, and its share of the slots.
+
+    The layers lie apart, as `launch/serve_engine.py` loads them, whatever the trainer does.
+    """
     settings, mesh = config.rollout, make_mesh(len(devices), devices=devices)
     slots = -(-settings.num_slots // len(devices))
-    shape = dataclasses.replace(shape, param_dtype=shape.dtype)
+    shape = dataclasses.replace(shape, param_dtype=shape.dtype, scan_layers=False)
     sizes = {"decode_rows": min(slots, settings.decode_rows), "decode_block": settings.decode_block}
     programs = Programs(shape, Shapes(slots, settings.max_context, num_prompts=1, **sizes))
 

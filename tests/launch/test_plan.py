@@ -186,7 +186,7 @@ def made(memory, **shape):
     config = dataclasses.replace(QWEN35_4B, **{"dtype": "bfloat16", "remat": "layer", "attention": "splash", "piece_length": 4096, **shape})
     step = Step("gradient", memory, work.Work(2.0e12, 3.0e12, 1e9, {"all_gather": 2e9}))
     state = State(2 * GIB, 4 * GIB, 2 * GIB)
-    return plan.Plan(Topology.parse("v5e:4x4"), config, "a test", {"mesh.fsdp": 16}, 4096, 2048, state, (step,), False, 1.5e12, 2e12)
+    return plan.Plan(Topology.parse("v5e:4x4"), config, "a test", {"mesh.fsdp": 16}, 4096, 2048, state, (step,), True, False, 1.5e12, 2e12)
 
 
 def test_a_plan_that_fits():
@@ -220,6 +220,17 @@ def test_a_state_that_fills_the_device_asks_for_more_devices():
 def test_a_step_that_the_compiler_refuses_does_not_fit():
     refused = made(None)
     assert refused.misfits and "refused by the compiler" in report.verdict(refused)
+
+
+@pytest.mark.parametrize(("decodes_here", "fits"), [(True, False), (False, True)])
+def test_a_decode_call_counts_only_where_the_run_decodes(decodes_here, fits):
+    """With engines on other machines it is shown, and whether training fits does not hang on it."""
+    training = made(Memory(4 * GIB, 2 * GIB, 4 * GIB))
+    decode = Step("decode", Memory(12 * GIB, 8 * GIB), work.Work(1.0, 1.0, 1.0, {}))
+    both = dataclasses.replace(training, compiled=(*training.compiled, decode), decodes_here=decodes_here)
+    said = report.verdict(both)
+    assert (not both.misfits, said.startswith("v5e:4x4: fits, 62.5% of")) == (fits, fits)
+    assert "decode call needs 20 GiB of 16 GiB: lower rollout.num_slots" in said and "| decode call |" in report.text(both)
 
 
 def test_a_written_plan_replaces_its_own_section_only(tmp_path):
