@@ -239,7 +239,7 @@ class RunDirectory:
         draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
-        lock = _take_lock(draft)
+        lock = take_lock(draft)
         try:
             write_json(draft / "versions.json", versions())
             write_json(draft / "config.json", config)
@@ -261,7 +261,7 @@ class RunDirectory:
             if path.is_dir() and any(path.iterdir()):
                 raise InputError(f"{path} cannot be resumed: its config.json is gone; restore it from a copy, or start a run of another name")
             raise InputError(f"there is no run to resume in {path} (no config.json); leave out --resume to start one, or give the directory of a run")
-        lock = _take_lock(path)
+        lock = take_lock(path)
         try:
             stored = read_json(path / "config.json")
             if not isinstance(stored, dict):
@@ -327,7 +327,7 @@ def differences(old: Any, new: Any, prefix: str = ""):
         yield prefix, old, new
 
 
-def _take_lock(path: pathlib.Path) -> int:
+def take_lock(path: pathlib.Path) -> int:
     """Locks `path` for this process and returns the descriptor that holds the lock; the kernel lets go when the process ends, however it ends."""
     fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -90,7 +90,10 @@ def save(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja, with the same bytes each time."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(str(directory))
+    try:
+        tokenizer.save_pretrained(str(directory))
+    except Exception as error:  # the tokenizers library raises a bare Exception for a full disk as for a path that cannot be written
+        raise OSError(f"{directory}: the tokenizer cannot be written ({error})") from error
     shutil.copyfile(TEMPLATE, directory / "chat_template.jinja")
     config = directory / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()), indent=2, sort_keys=True) + "\n")

@@ -22,7 +22,7 @@ from intraskill.grpo.policy import qwen35_learner
 from intraskill.models.qwen35 import hf, model, sharding
 from intraskill.models.qwen35.config import ModelConfig
 from intraskill.rollout.chat import Chat, load_tokenizer
-from intraskill.run_directory import plain, versions, write_json
+from intraskill.run_directory import plain, require_disk, take_lock, versions, write_json
 from intraskill.telemetry import Progress
 from intraskill.types import Batch, InputError
 from pocket import skill_accuracy, tokenizer, vocabulary
@@ -33,6 +33,7 @@ DEV_SEED = 7
 REPORT_EVERY = 50
 SAVE_EVERY = 250
 ACCURACY_EPISODES = 300
+DISK = 40_000_000  # bytes: two checkpoints of the parameters and their two moments, the weights, the tokenizer, the records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,15 @@ class WarmStartConfig:
     page_size: int = 5
     max_actions: int = 22
     demonstrations: DemonstrationConfig = DemonstrationConfig()
+
+    def __post_init__(self):
+        least = (self.warmup_steps + 1) * self.row_length * self.rows
+        if self.tokens < least:
+            raise InputError(
+                f"tokens = {self.tokens} make {self.updates} updates, all within the {self.warmup_steps} of the warm-up: give at least {least}"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed = {self.seed}: give one from 0 to {2**32 - 1}; JAX keeps 32 bits of it")
 
     @property
     def updates(self) -> int:
@@ -148,7 +158,7 @@ def train(config: WarmStartConfig, chat: Chat, shape: ModelConfig, directory: Pa
     """
     demonstrator = make_demonstrator(config, chat)
     learner = make_learner(config, shape)
-    recipe = plain({"model": dataclasses.asdict(shape), "recipe": dataclasses.asdict(config)})
+    recipe = plain({**dataclasses.asdict(shape), **dataclasses.asdict(config)})  # flat: a refusal names the settings that differ, and no others
     with contextlib.closing(Checkpointer(directory, model_config=recipe, keep_last=1)) as checkpoints:
         if checkpoints.latest() is None:
             state, curve, done = learner.init(model.init_params(shape, jax.random.key(config.seed))), [], 0
@@ -183,6 +193,19 @@ def make_checkpoint(config: WarmStartConfig, out: Path) -> None:
     if out.exists():
         raise InputError(f"{out} exists already; remove it or give a new name")
     work = out.with_name(out.name + ".unfinished")
+    require_disk(work, DISK)
+    work.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(work)
+    try:
+        _train_and_write(config, work)
+        os.rename(work / "complete", out)
+        shutil.rmtree(work)
+    finally:
+        os.close(lock)
+
+
+def _train_and_write(config: WarmStartConfig, work: Path) -> None:
+    """All of `make_checkpoint` up to the directory `complete` in `work`."""
     chat = make_chat(work / "tokenizer")
     shape = model_config(chat.vocab_size)
     with Progress() as progress:
@@ -201,8 +224,6 @@ def make_checkpoint(config: WarmStartConfig, out: Path) -> None:
         "curve": curve,
     }
     write_json(complete / "warm_start.json", record)
-    os.rename(complete, out)
-    shutil.rmtree(work)
 
 
 def held_out_shop(config: WarmStartConfig) -> session.Shop:

@@ -174,6 +174,7 @@ def decode_chunk(path: str | os.PathLike, value: Any) -> Chunk:
         or type(found["version"]) is not int
         or not isinstance(found.get("provenance", {}), dict)
         or not isinstance(found.get("history", []), list)
+        or not all(isinstance(measured, dict) for measured in found.get("history", []))
     ):
         raise InputError(
             f"{path}: chunk {found['logical_id']!r}: {wrong or 'version, provenance or history'} of the wrong type; text fields are strings"

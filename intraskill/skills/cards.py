@@ -123,7 +123,14 @@ def load_mechanisms(path: str | os.PathLike) -> dict[str, tuple[Deployable, ...]
     found = {}
     for name, wordings in raw.items():
         try:
-            found[name] = tuple(Deployable(**records.fields(path, w, Deployable)) for w in wordings)
-        except (ValueError, AttributeError) as error:
+            found[name] = tuple(_wording(path, w) for w in wordings)
+        except ValueError as error:
             raise InputError(f"{path}: {name}: {error}") from error
     return found
+
+
+def _wording(path: str | os.PathLike, value: Any) -> Deployable:
+    texts = records.fields(path, value, Deployable)
+    wrong = [f"{name} is {text!r}" for name, text in texts.items() if not isinstance(text, str)]
+    require(not wrong, f"a skill's texts are strings, but {', '.join(wrong)}")
+    return Deployable(**texts)

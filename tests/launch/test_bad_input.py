@@ -228,7 +228,19 @@ def test_export_of_what_is_no_run(launcher, runs, tmp_path):
 
 def test_a_warm_start_over_an_existing_directory(launcher, runs, tmp_path):
     assert_refused(launcher.run("launch/warm_start.py", f"--out={tmp_path}"), runs, str(tmp_path), "exists already")
-    assert_refused(launcher.run("launch/warm_start.py", f"--out={tmp_path / 'x'}", "--tokens=5"), runs, "tokens", "5")
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--tokens=5", ["tokens", "5"]),
+        ("--tokens=210815", ["210815", "60", "210816"]),  # an update has 3 rows of 1,152 tokens, and the 61st is the first after the warm-up
+        ("--seed=-1", ["seed", "-1"]),
+        (f"--seed={2**32}", ["seed", str(2**32)]),  # JAX would draw the parameters of seed 0
+    ],
+)
+def test_a_warm_start_that_cannot_be(launcher, runs, flag, words):
+    assert_refused(launcher.run("launch/warm_start.py", f"--out={runs / 'x'}", flag), runs, *words)
 
 
 def test_a_report_of_what_is_no_run(launcher, runs, tmp_path):

@@ -302,6 +302,11 @@ def test_mechanism_files(tmp_path):
         path.write_text(json.dumps(bad))
         with pytest.raises(InputError):
             load_mechanisms(path)
+    for name, value in (("title", 5), ("applies_when", None)):
+        wording = {"title": "x", "applies_when": "", "procedure": "p", name: value}
+        path.write_text(json.dumps({"no_purchase": [wording]}))
+        with pytest.raises(InputError, match=f"no_purchase: a skill's texts are strings, but {name} is {value}"):
+            load_mechanisms(path)
     with pytest.raises(InputError, match="not known"):
         RuleAnalyst(FakeShop(), {"telepathy": WORDINGS["no_purchase"]})
 

@@ -54,6 +54,7 @@ def test_an_edited_file_is_refused_until_it_is_rehashed(tmp_path, capsys):
         (lambda r: r["content"]["chunks"][0].pop("title"), "lacks"),
         (lambda r: r["content"]["chunks"][0].update(procedure=" "), "may not be empty"),
         (lambda r: r["content"]["chunks"][0].update(version="1"), "wrong type"),
+        (lambda r: r["content"]["chunks"][0].update(history=[1]), "wrong type"),
         (lambda r: r["content"].update(chunks=r["content"]["chunks"] * 2), "two active versions"),
         (lambda r: r["content"].pop("chunks"), "chunks"),
     ],
