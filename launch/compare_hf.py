@@ -164,7 +164,7 @@ def ours(config: ModelConfig, params: Any, inputs: Inputs) -> Outputs:
 
 
 def _largest(a: list[np.ndarray], b: list[np.ndarray]) -> float:
-    return max(float(np.max(np.abs(x - y))) for x, y in zip(a, b, strict=True))
+    return float(np.max([np.max(np.abs(x - y)) for x, y in zip(a, b, strict=True)]))  # NaN if any is, which Python's max may pass over
 
 
 def figures(here: Outputs, there: Outputs) -> list[Figure]:

@@ -63,8 +63,13 @@ def spread(config: Any, topology: Topology) -> dict[str, int]:
     """The settings that depend on the number of devices: fsdp takes what data and tensor leave, and each device's row is one of a microbatch.
 
     Raises:
-      InputError: data x tensor does not divide the number of devices.
+      InputError: a size is not positive, or data x tensor does not divide the number of devices.
     """
+    sizes = {"mesh.data": config.mesh.data, "mesh.tensor": config.mesh.tensor}
+    sizes |= {"grpo.row_length": config.grpo.row_length, "grpo.trained_per_row": config.grpo.trained_per_row}
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(f"{name} is {size}: give a whole number >= 1")
     fixed = config.mesh.data * config.mesh.tensor
     if topology.num_devices % fixed:
         raise InputError(

@@ -289,3 +289,12 @@ def test_plan_that_does_not_fit_exits_with_1(launcher, tiny):
 def test_bad_input_is_one_line(launcher, tiny, flags, words):
     done = start(launcher, tiny, *flags)
     assert done.status == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("name", ["mesh.data", "mesh.tensor", "grpo.row_length", "grpo.trained_per_row"])
+@pytest.mark.parametrize("size", [0, -1])
+def test_sizes_below_one_are_refused(name, size):
+    config = coevolve.get_config()
+    config.update_from_flattened_dict({name: size})
+    with pytest.raises(InputError, match=f"{name} is {size}: give a whole number >= 1"):
+        plan.make(config, Topology.parse("h100:8"))

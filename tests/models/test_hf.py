@@ -123,7 +123,7 @@ BREAKAGES = {
     "lacking key": (lambda d: set_config(d, num_hidden_layers=None), "lacks num_hidden_layers"),
     "odd layer types": (lambda d: set_config(d, layer_types=["full_attention", "linear_attention"]), "layer_types does not repeat"),
     "no interval": (lambda d: set_config(d, layer_types=None, full_attention_interval=None), "lacks layer_types and full_attention_interval"),
-    "scaled rotation": (lambda d: set_config(d, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type is 'yarn'"),
+    "scaled rotation": (lambda d: set_config(d, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "type of rope_parameters is 'yarn'"),
     "text for a number": (lambda d: set_config(d, hidden_size="many"), "hidden_size is 'many'"),
     "experts": (lambda d: set_config(d, model_type="qwen3_5_moe_text"), "only dense"),
 }
@@ -160,7 +160,7 @@ def test_nothing_is_overwritten(checkpoint):
         ("partial_rotary_factor", 0.05, "even number"),
         ("dtype", "float16", "choose one of float32, bfloat16"),
         ("remat", "all", "choose one of none, block"),
-        ("rope_theta", 0.0, "must be positive"),
+        ("rope_theta", 0.0, "finite number > 0"),
     ],
 )
 def test_bad_configs_are_named(field, value, message):

@@ -95,6 +95,19 @@ def test_a_spelled_out_head_of_tied_embeddings_is_left_out(tmp_path, config):
     assert_same_tensors(tensors_of(tmp_path / "out"), tensors)
 
 
+def test_a_head_that_differs_from_tied_embeddings_is_not_dropped_in_silence(tmp_path, config):
+    hf.save_hf(tmp_path / "published", config, checkpoints.params(config))
+    file = tmp_path / "published" / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    for read in (hf.load_hf, lambda directory: hf.import_hf(directory, tmp_path / "imported")):
+        with pytest.raises(InputError, match="ties the embeddings, but lm_head.weight is another matrix than model.embed_tokens.weight"):
+            read(tmp_path / "published")
+    assert [p.name for p in tmp_path.iterdir()] == ["published"]
+
+
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_both_kinds_of_directory_load_alike(imported, published, scan, dtype):
@@ -256,7 +269,7 @@ FOREIGN = {
     "index of other tensors": (rename_in_index, "index and shards disagree about mtp.fc.weight, mtp.gone.weight"),
     "path in the index": (
         lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../published/x.safetensors"}}'),
-        "holds no weight_map from tensor names to file names",
+        "holds no weight_map from tensor names to names of safetensors files",
     ),
     "no shards at all": (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {}}'), "lacks weights"),
     "index that is a list": (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "expected an object"),

@@ -12,6 +12,7 @@ from intraskill.types import InputError
 _DTYPES = ("float32", "bfloat16")
 _REMAT = ("none", "block", "layer")
 _ATTENTION = ("blocked", "splash")
+_TOO_LARGE = 1 << 31  # sizes and indices are int32 on the device
 
 # ModelConfig field -> key of config.json, for the fields that translate one to one.
 _HF_KEYS = {
@@ -93,7 +94,7 @@ class ModelConfig:
                 continue
             least = 0 if field.name == "piece_length" else 1
             whole = isinstance(value, int) and not isinstance(value, bool)
-            _check(whole and value >= least, f"model {field.name} is {value!r}: give a whole number >= {least}")
+            _check(whole and least <= value < _TOO_LARGE, f"model {field.name} is {value!r}: give a whole number >= {least} and < 2^31")
         for part, whole in (
             ("full_attention_interval", "num_layers"),
             ("num_kv_heads", "num_heads"),
@@ -108,7 +109,8 @@ class ModelConfig:
         _check(
             self.chunk_size >= 8 and self.chunk_size & (self.chunk_size - 1) == 0, f"model chunk_size is {self.chunk_size}: give a power of two >= 8"
         )
-        _check(self.rope_theta > 0 and self.rms_eps > 0, f"model rope_theta {self.rope_theta} and rms_eps {self.rms_eps} must be positive")
+        for name, value in (("rope_theta", self.rope_theta), ("rms_eps", self.rms_eps)):
+            _check(0 < value < math.inf, f"model {name} is {value}: give a finite number > 0")
         for name, allowed in (("dtype", _DTYPES), ("param_dtype", _DTYPES), ("remat", _REMAT), ("attention", _ATTENTION)):
             _check(getattr(self, name) in allowed, f"model {name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
         _check(
@@ -170,12 +172,7 @@ class ModelConfig:
             _check(isinstance(text[key], kinds) and not isinstance(text[key], bool), f"config.json: {key} is {text[key]!r}, expected a number")
         for key, expected in (("hidden_act", "silu"), ("attention_bias", False), ("attn_output_gate", True)):
             _check(text.get(key, expected) == expected, f"config.json: {key} is {text[key]!r}, only {expected!r} is supported" if key in text else "")
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        _check(isinstance(rope, Mapping), f"config.json: rope_parameters is {rope!r}, expected an object")
-        _check(
-            rope.get("rope_type", "default") in ("default", "mrope"),
-            f"config.json: rope_type is {rope.get('rope_type')!r}, only the default rotation is supported",
-        )
+        rope = _rope(text)
         theta = rope.get("rope_theta", text.get("rope_theta"))
         _check(theta is not None, "config.json lacks rope_theta, both in rope_parameters and beside it")
         factor = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
@@ -185,7 +182,9 @@ class ModelConfig:
         fields = {name: text[key] for name, key in _HF_KEYS.items()}
         fields["rope_theta"] = float(theta)
         fields["partial_rotary_factor"] = float(factor)
-        fields["tie_embeddings"] = bool(hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+        tied = hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        _check(isinstance(tied, bool), f"config.json: tie_word_embeddings is {tied!r}, expected true or false")
+        fields["tie_embeddings"] = tied
         fields["full_attention_interval"] = _interval(text)
         return cls(**{**fields, **overrides})
 
@@ -218,6 +217,18 @@ class ModelConfig:
         }
 
 
+def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotation, from the key of today, of earlier versions (which transformers prefers when both are there), or both."""
+    rope: dict[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        part = text.get(key) or {}
+        _check(isinstance(part, Mapping), f"config.json: {key} is {part!r}, expected an object")
+        kind = part.get("rope_type", part.get("type", "default"))
+        _check(kind in ("default", "mrope"), f"config.json: the type of {key} is {kind!r}, only the default rotation is supported")
+        rope |= part
+    return rope
+
+
 def _interval(text: Mapping[str, Any]) -> int:
     """The interval at which full attention recurs, from either of the two keys; when both are there they must agree."""
     interval, types = text.get("full_attention_interval"), text.get("layer_types")
@@ -229,8 +240,10 @@ def _interval(text: Mapping[str, Any]) -> int:
         interval = kinds.index("full_attention") + 1
     _check(isinstance(interval, int) and interval >= 1, f"config.json: full_attention_interval is {interval!r}, expected a number >= 1")
     if types is not None:
-        expected = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(text["num_hidden_layers"])]
-        _check(kinds == expected, f"config.json: layer_types does not repeat full_attention every {interval} layers over num_hidden_layers")
+        number = text["num_hidden_layers"]
+        _check(len(kinds) == number, f"config.json: layer_types names {len(kinds)} layers and num_hidden_layers is {number}")
+        expected = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(number)]
+        _check(kinds == expected, f"config.json: layer_types does not repeat full_attention every {interval} layers")
     return interval
 
 

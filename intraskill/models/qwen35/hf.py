@@ -65,6 +65,10 @@ def check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], so
       source: what the message starts with.
       dtypes: safetensors codes by full name, where those are to be checked too.
     """
+    if config.num_layers > len(shapes):  # said here, since all names of a number that is a slip may fill the memory
+        raise InputError(
+            f"{source}: holds {len(shapes)} tensors and config.json asks for {config.num_layers} layers; use the one that belongs to these weights"
+        )
     full: dict[str, str] = {}
     found = []
     for name in shapes:
@@ -91,7 +95,14 @@ def check_tensors(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], so
 def _check_source(config: ModelConfig, source: Source) -> dict[str, str]:
     published = source.published
     shapes, dtypes = {name: shape for name, (_, shape) in published.items()}, {name: dtype for name, (dtype, _) in published.items()}
-    return check_tensors(config, shapes, str(source.directory), dtypes)
+    names = check_tensors(config, shapes, str(source.directory), dtypes)
+    head, embed = source.tensors.get("lm_head.weight"), source.tensors.get(names["embed_tokens.weight"])
+    if config.tie_embeddings and head is not None and embed is not None and not hf_files.same(head, embed):
+        raise InputError(
+            f"{source.directory}: config.json ties the embeddings, but lm_head.weight is another matrix than {embed.name}; "
+            "set tie_word_embeddings to false there, or remove that tensor"
+        )
+    return names
 
 
 def _leaf(config: ModelConfig) -> Callable[[Parameter], jax.ShapeDtypeStruct]:
@@ -152,7 +163,8 @@ def _to_config(directory: Path, content: Mapping[str, Any], **overrides: Any) ->
     try:
         return ModelConfig.from_hf(content, **overrides)
     except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:  # a value of another kind than its key asks for
-        raise InputError(f"{directory / hf_directory.CONFIG}: {error}; copy the checkpoint again") from None
+        said = str(error).removeprefix(f"{hf_directory.CONFIG}: ")
+        raise InputError(f"{directory / hf_directory.CONFIG}: {said}; copy the checkpoint again") from None
 
 
 def load_config(directory: str | os.PathLike[str], **overrides: Any) -> ModelConfig:

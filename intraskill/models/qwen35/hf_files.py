@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; give the directory of a Hugging Face checkpoint, which holds one") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not readable as JSON ({error}); copy the checkpoint again") from None
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds {type(content).__name__}, expected an object; copy the checkpoint again")
@@ -113,8 +113,9 @@ def read_directory(directory: Path) -> tuple[list[Shard], dict[str, Stored], dic
     weight_map: Any = None
     if content is not None:
         weight_map = content.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) and os.path.basename(f) == f for f in weight_map.values()):
-            raise InputError(f"{index}: holds no weight_map from tensor names to file names; copy the checkpoint again")
+        named = isinstance(weight_map, dict) and all(isinstance(f, str) and os.path.basename(f) == f for f in weight_map.values())
+        if not named or not all(f.endswith(".safetensors") for f in weight_map.values()):
+            raise InputError(f"{index}: holds no weight_map from tensor names to names of safetensors files; copy the checkpoint again")
     files = sorted(set(weight_map.values())) if weight_map is not None else ["model.safetensors"]
     absent = [file for file in files if not (directory / file).exists()]
     if absent or not files:
@@ -206,6 +207,11 @@ def _pieces(tensor: Stored) -> Iterator[np.ndarray]:
             buffer = np.empty(min(_COPY, tensor.num_bytes - start), np.uint8)
             _read_exactly(file.fileno(), buffer, tensor.offset + start, tensor)
             yield buffer
+
+
+def same(a: Stored, b: Stored) -> bool:
+    """Whether two tensors are equal bit for bit."""
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(np.array_equal(x, y) for x, y in zip(_pieces(a), _pieces(b), strict=True))
 
 
 def assemble(views: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
