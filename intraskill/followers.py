@@ -297,6 +297,8 @@ def _initialize(place: Place, settings: Any) -> bool:
     """Starts JAX's own service; False where nobody asked for several processes and there is no cluster to ask."""
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself and goes on
     try:
+        if place.coordinator and place.process_id == 0:  # JAX, whose service gets no port, crashes at times instead of saying so
+            socket.create_server(("", int(place.coordinator.rpartition(":")[2]))).close()
         with _no_longer_than(settings.start_seconds):
             jax.distributed.initialize(
                 place.coordinator,
@@ -313,7 +315,7 @@ def _initialize(place: Place, settings: Any) -> bool:
             return False
         raise InputError(f"the job's processes are not known: {error}; give --coordinator, --num_processes and --process_id") from error
     except (OSError, RuntimeError) as error:
-        where = distributed.global_state.coordinator_address
+        where = place.coordinator or distributed.global_state.coordinator_address
         raise ProcessError(f"this process could not join the job at {where}: {str(error)[:300]}; see that the port is free at process 0") from error
 
 

@@ -75,7 +75,8 @@ def test_a_process_0_whose_port_is_taken_names_it(launcher, tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         process = launcher.run(WORKER, "lonely", str(tmp_path), *job.place(address, 2, 0))
     assert process.status == 2 and "Traceback" not in process.stderr
-    assert process.stderr.splitlines()[-1].startswith(f"error: this process could not join the job at {address}: "), process.stderr
+    assert process.stderr.startswith(f"error: this process could not join the job at {address}: "), process.stderr
+    assert "Address already in use" in process.stderr and process.stderr.count("\n") == 1  # JAX, asked to listen there, crashed once in CI
 
 
 def test_a_process_killed_in_a_collective_ends_the_others_with_its_name(launcher, tmp_path):
