@@ -16,21 +16,17 @@ import dataclasses
 import enum
 import io
 import json
-import os
 import queue
-import re
 import secrets
-import signal
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax._src import distributed  # its public face has no word for where process 0 is
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -38,10 +34,10 @@ from jaxtyping import PyTree
 from intraskill import lines
 from intraskill.checkpoint import Checkpointer, Restored, checksums
 from intraskill.grpo.learner import Learner, TrainState
+from intraskill.process_start import Place, coordinator, end_process, initialize
 from intraskill.run_directory import differences, plain
 from intraskill.types import Batch, EngineError, InputError, ProcessError, ShopError
 
-_FAILED = 2  # the exit status of expected errors, see launch/entry.py
 _GRACE_SECONDS = 15.0  # for a process that fails to say so in its own words, and to close what it holds, before it is ended
 _NEWS_SECONDS = 3.0  # within which the end of a process shows at the others, once a collective with it has failed
 # What ends a run by its own words; anything else may be a collective's failure because another process has died.
@@ -67,35 +63,6 @@ class Command(enum.StrEnum):
     STOP = "stop"
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Which of a job's processes this is, as its starter says; all None where that is left to the cluster.
-
-    Attributes:
-      coordinator: HOST:PORT of process 0, for JAX's service.
-      num_processes: of the whole job.
-      process_id: 0 is the one that runs the loop.
-    """
-
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-
-    def __post_init__(self):
-        given = [getattr(self, f.name) is not None for f in dataclasses.fields(self)]
-        if any(given) and not all(given):
-            raise InputError("--coordinator, --num_processes and --process_id go together: give all three, or none where the cluster knows them")
-        if self.num_processes is not None and self.process_id is not None and not 0 <= self.process_id < self.num_processes:
-            raise InputError(f"--process_id={self.process_id} with --num_processes={self.num_processes}: must be 0 to {self.num_processes - 1}")
-        if self.coordinator is not None and not _is_address(self.coordinator):
-            raise InputError(f"--coordinator={self.coordinator}: must be HOST:PORT of process 0, with a port from 1 to 65535")
-
-
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and re.fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
-
-
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
@@ -112,12 +79,6 @@ def _decode(message: bytes) -> tuple[Command, dict[str, Any], list[Batch]]:
     with np.load(io.BytesIO(message[end:]), allow_pickle=False) as arrays:
         batches = [Batch(**{name: arrays[f"{i}.{name}"] for name in _BATCH_FIELDS}) for i in range(header["batches"])]
     return Command(header["command"]), header["values"], batches
-
-
-def _end_process(message: str) -> NoReturn:
-    """Ends this process whatever its other threads wait for."""
-    os.write(2, f"error: {' '.join(message.split())}\n".encode())
-    os._exit(_FAILED)
 
 
 # ------------------------------------------------------------------------------------------------------------ both ends
@@ -180,7 +141,7 @@ class Lead:
         end = time.monotonic() + _GRACE_SECONDS
         for line in self._lines.values():  # JAX's service ends with this process, and its clients would speak of nothing else
             line.wait_until_gone(max(0.0, end - time.monotonic()))
-        _end_process(f"{why}; look at that process's log, then start all processes again with --resume")
+        end_process(f"{why}; look at that process's log, then start all processes again with --resume")
 
     def _end(self, why: str, now: bool = False) -> None:
         self._over = True
@@ -222,11 +183,11 @@ class Follower:
             if not values["now"]:  # process 0 failed and ends in good order; so does this one, unless it is in a call that process 0 will never make
                 time.sleep(_NEWS_SECONDS)
             if not self._over:
-                _end_process(values["why"])
+                end_process(values["why"])
 
     def _lost(self, why: str) -> None:
         if not self._over:
-            _end_process(f"process 0 {why}; start all processes again with --resume")
+            end_process(f"process 0 {why}; start all processes again with --resume")
         self._inbox.put((Command.STOP, {"why": why, "now": True}, []))
 
     def report(self, error: BaseException) -> bool:
@@ -261,7 +222,7 @@ class Follower:
         if self._alone:  # leaving JAX in good order would mean waiting for the others
             if not isinstance(error, _OWN_WORDS):
                 traceback.print_exception(error)
-            _end_process(str(error) or "interrupted")
+            end_process(str(error) or "interrupted")
 
 
 # -------------------------------------------------------------------------------------------------------------- joining
@@ -280,9 +241,9 @@ def join(place: Place, settings: Any) -> Lead | Follower:
         cannot be left: this process ends with that as its one line.
     """
     alone = place.num_processes == 1 or place.coordinator is None and not settings.detect
-    if alone or not _initialize(place, settings) or jax.process_count() == 1:
+    if alone or not initialize(place, settings) or jax.process_count() == 1:
         return Lead()
-    host = str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")
+    host = coordinator().rpartition(":")[0].strip("[]")
     others, number = jax.process_count() - 1, jax.process_index()
     if number == 0:
         with lines.open_door(host) as door:
@@ -291,52 +252,6 @@ def join(place: Place, settings: Any) -> Lead | Follower:
             return Lead(lines.let_in(door, token, others, settings.start_seconds), settings.heartbeat_seconds)
     port, token = _from_process_0("").split()
     return Follower(lines.call(host, int(port), token, number, settings.start_seconds), settings.heartbeat_seconds)
-
-
-def _initialize(place: Place, settings: Any) -> bool:
-    """Starts JAX's own service; False where nobody asked for several processes and there is no cluster to ask."""
-    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself and goes on
-    try:
-        if place.coordinator and place.process_id == 0:  # JAX, whose service gets no port, crashes at times instead of saying so
-            socket.create_server(("", int(place.coordinator.rpartition(":")[2]))).close()
-        with _no_longer_than(settings.start_seconds):
-            jax.distributed.initialize(
-                place.coordinator,
-                place.num_processes,
-                place.process_id,
-                initialization_timeout=int(settings.start_seconds) + 600,  # ours comes first
-                heartbeat_timeout_seconds=2 * max(1, int(settings.heartbeat_seconds)),
-                shutdown_timeout_seconds=max(1, int(settings.heartbeat_seconds)),
-                cluster_detection_method="deactivate" if place.coordinator else None,
-            )
-        return True
-    except ValueError as error:
-        if place.coordinator is None and "coordinator_address" in str(error):  # JAX knows no cluster here
-            return False
-        raise InputError(f"the job's processes are not known: {error}; give --coordinator, --num_processes and --process_id") from error
-    except (OSError, RuntimeError) as error:
-        where = place.coordinator or distributed.global_state.coordinator_address
-        raise ProcessError(f"this process could not join the job at {where}: {str(error)[:300]}; see that the port is free at process 0") from error
-
-
-@contextlib.contextmanager
-def _no_longer_than(seconds: float) -> Iterator[None]:
-    """Around JAX's own start, which aborts with a stack trace where the others do not come, and does not hear Ctrl-C while it waits."""
-
-    def give_up() -> None:
-        where = distributed.global_state.coordinator_address
-        same = "with the same address and number of processes, and can reach that address"
-        _end_process(f"not all processes of the job have come to {where} within {seconds:g} s: see that each was started, {same}")
-
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    at_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        signal.signal(signal.SIGINT, at_interrupt)
 
 
 def _from_process_0(text: str) -> str:

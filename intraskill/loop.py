@@ -24,12 +24,8 @@ async def run(parts: Parts) -> dict[str, Any]:
     base = await baseline(parts, parts.initial_bank)
     for index in range(parts.config.schedule.rounds):
         bank, curriculum = slow_loop.load_round(parts, index)
-        # Not by its file alone: where the newest checkpoint was damaged, the state is older than the round's end.
-        steps = (index + 1) * parts.config.schedule.steps_per_round
-        if summary.round_done(parts, index) and position.step >= steps:
+        if _done(parts, index, position.step):
             continue
-        if position.step > steps:
-            raise InputError(f"{parts.run.round(index) / 'summary.json'} is gone, and so are the weights to do the round's end again: restore it")
         began = time.time()
         state, position, published = await pipeline.fast_round(parts, state, position.enter(index), bank, curriculum, index)
         parts.checkpoints.wait()  # what is measured from here on belongs to a checkpoint that is on disk
@@ -45,6 +41,16 @@ async def run(parts: Parts) -> dict[str, Any]:
     final = await conditions(parts, published, bank, "final", "final-full")
     parts.export(state)
     return summary.write(parts, base, final, time.time() - start)
+
+
+def _done(parts: Parts, index: int, step: int) -> bool:
+    """Whether a round is over for a state after `step` steps. Raises InputError where its summary is gone and the state is of a later round."""
+    end = (index + 1) * parts.config.schedule.steps_per_round
+    done = summary.round_done(parts, index)
+    if step > end and not done:
+        raise InputError(f"{parts.run.round(index) / 'summary.json'} is gone, and so are the weights to do the round's end again: restore it")
+    # Not by its file alone: where the newest checkpoint was damaged, the state is older than the round's end.
+    return done and step >= end
 
 
 async def baseline(parts: Parts, bank: Bank) -> dict[str, Result]:

@@ -284,13 +284,13 @@ class Batch:
       segment_ids: 1, 2, ... for the episodes in a row, contiguous, 0 for padding (only at the row's end).
       index: column of the token whose hidden state predicts the target (the target's own column - 1).
       targets: the sampled token ids.
-      mask: True where (index, targets) is a trained token; elsewhere index and targets are 0.
+      mask: True where (index, targets) is a trained token; elsewhere index, targets and all log-probs are 0.
       weight: each token's share of the loss, so that the loss is the plain sum of weight * token loss over all rows, and gradient
         accumulation over rows is exact. Zero where mask is False.
       advantage: the episode's advantage, repeated over its tokens.
       sampler_logprobs: log-probs that the engine reported.
-      old_logprobs: log-probs of the trainer's policy before the first update of this step; NaN-free, zeros until computed.
-      reference_logprobs: log-probs of the frozen reference policy, where the objective has one; otherwise zeros.
+      old_logprobs: log-probs of the trainer's policy before the first update of this step; NaN at trained tokens until computed.
+      reference_logprobs: log-probs of the frozen reference policy, where the objective has one; NaN at trained tokens until computed.
       episode: index of the episode in the batch, -1 where mask is False.
     """
 

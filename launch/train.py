@@ -23,6 +23,7 @@ from absl import flags  # noqa: E402
 
 from analysis.report import write_report  # noqa: E402
 from intraskill import followers, loop, parts, plan, profiler, wandb_run  # noqa: E402
+from intraskill.process_start import Place  # noqa: E402
 from intraskill.run_directory import RunDirectory, full_disk_named, require_disk, size_on_disk  # noqa: E402
 from intraskill.telemetry import Progress, print_summary  # noqa: E402
 from launch import shop as shops  # noqa: E402
@@ -63,7 +64,7 @@ def main(_) -> None:
 
     with entry.one_line_errors(hint), full_disk_named(directory):
         parts.check_settings(config)
-        place = followers.Place(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+        place = Place(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         profile = profiler.window(_PROFILE.value, config.schedule.rounds * config.schedule.steps_per_round)
         if _WANDB.value:
             wandb_run.load()

@@ -255,12 +255,10 @@ class Learner:
 
     def _require_filled(self, microbatches: Sequence[Batch]) -> None:
         needed = {"old_log_probs": self._objective.needs_old_logprobs, "reference_log_probs": self._objective.needs_reference}
-        if not any((b.sampler_logprobs[b.mask] < -0.01).any() for b in microbatches):
-            return  # a sampler that was certain of every token: log-probs of exactly 0 are nothing strange
         for name in (name for name, wanted in needed.items() if wanted):
             field = name.replace("log_probs", "logprobs")
-            if all(not getattr(b, field).any() for b in microbatches):
-                raise ValueError(f"{field} are all 0: call {name} on the batches of a rollout step before its first update")
+            if any(np.isnan(getattr(batch, field)).any() for batch in microbatches):
+                raise ValueError(f"{field} are not computed: call {name} on the batches of a rollout step before its first update")
 
     def programs(self, params: PyTree, batch: DeviceBatch) -> dict[str, jax.stages.Traced]:
         """What an update runs, traced for arguments that may be shapes only: nothing is computed. For plans of memory and work.

@@ -325,6 +325,7 @@ def _fill(
             by_target["advantage"][here] = episode.advantage
             if episode.sampler_logprobs is not None:
                 by_target["sampler_logprobs"][here] = np.asarray(episode.sampler_logprobs, np.float32)[piece.trained]
+            by_target["old_logprobs"][here] = by_target["reference_logprobs"][here] = np.nan  # the learner's to compute
             by_target["episode"][here] = piece.episode
             column += piece.num_tokens
             target += len(piece.trained)

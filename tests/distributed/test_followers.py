@@ -12,8 +12,9 @@ from ml_collections import ConfigDict
 from configs import coevolve, pocket
 from intraskill import followers, parts
 from intraskill.checkpoint import checksums
-from intraskill.followers import Command, Lead, Place
+from intraskill.followers import Command, Lead
 from intraskill.models.qwen35.config import ModelConfig
+from intraskill.process_start import Place
 from intraskill.run_directory import plain
 from intraskill.types import Batch, InputError, Sampling
 

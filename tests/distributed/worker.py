@@ -20,13 +20,14 @@ from ml_collections import ConfigDict
 
 from intraskill import followers, weights
 from intraskill.checkpoint import Checkpointer
-from intraskill.followers import Command, Follower, LedCheckpointer, LedLearner, Place
+from intraskill.followers import Command, Follower, LedCheckpointer, LedLearner
 from intraskill.grpo.learner import Learner, OptimizerConfig
 from intraskill.grpo.loss import ClippedPolicyGradient
 from intraskill.grpo.packing import Episode, Rows, pack_microbatches
 from intraskill.grpo.policy import qwen35_learner
 from intraskill.models.qwen35 import model, sharding
 from intraskill.models.qwen35.config import ModelConfig
+from intraskill.process_start import Place
 from intraskill.types import InputError
 from launch import entry
 
